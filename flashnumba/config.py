@@ -1,0 +1,85 @@
+"""Frozen tile configurations, and how one is chosen. Each number has its measurement beside it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel ready to compile or to simulate: a plain Python function and what it needs.
+
+    `key` names function and configuration in words; it is what the disk cache hashes.
+    """
+
+    key: str
+    function: Callable
+    signature: object
+    threads: int
+
+
+@dataclass(frozen=True)
+class SimtConfig:
+    """Tiles of kernels/simt.py.
+
+    lanes_m x lanes_n threads stand over a tile of rows x cols entries each, so a tile is
+    block_m = lanes_m * rows by block_n = lanes_n * cols. Head dimensions are walked `d_tile`
+    columns at a time, and one block computes at most `d_slice` columns of an output.
+    """
+
+    dtype: str
+    lanes_m: int
+    lanes_n: int
+    rows: int
+    cols: int
+    d_tile: int
+    d_slice: int
+
+    @property
+    def threads(self):
+        return self.lanes_m * self.lanes_n
+
+    @property
+    def block_m(self):
+        return self.lanes_m * self.rows
+
+    @property
+    def block_n(self):
+        return self.lanes_n * self.cols
+
+    @property
+    def itemsize(self):
+        """Bytes of a number in shared memory and registers: halves are computed in float32."""
+        return 8 if self.dtype == "float64" else 4
+
+    def pitch(self, width):
+        """A row's length in shared memory: 16 bytes more, so that rows start in different banks."""
+        return width + 16 // self.itemsize
+
+    @property
+    def c_tile(self):
+        """Rows of the right factor of p b kept in shared memory at a time: about 8 KB (16 of float64)."""
+        return min(self.block_n, 2048 // self.d_slice)
+
+    @property
+    def shared_bytes(self):
+        """Two operands of a b^T, the weights, and the right factor of p b."""
+        operands = (self.block_m + self.block_n) * self.pitch(self.d_tile)
+        weights = self.block_m * self.pitch(self.block_n)
+        return self.itemsize * (operands + weights + self.c_tile * self.d_slice)
+
+
+def choose_simt(dtype, head_dim, head_dim_v, simulated=False):
+    """The tile configuration of the SIMT kernels for one problem.
+
+    Every choice stays under 48 KB of static shared memory, which any CUDA GPU has.
+    """
+    width = max(head_dim, head_dim_v)
+    if simulated:
+        # Python runs about 2 million multiply-adds a second: tiles of 16 x 16 keep the padding of
+        # short sequences cheap, while 64 threads are still two warps and miss a barrier visibly.
+        return SimtConfig(dtype, 8, 8, 2, 2, d_tile=16, d_slice=16 if width <= 16 else 32)
+    d_tile = 16 if width <= 16 else 32
+    d_slice = next(size for size in (16, 32, 64, 128) if width <= size or size == 128)
+    if dtype == "float64":
+        return SimtConfig(dtype, 16, 16, 2, 2, d_tile, d_slice)
+    return SimtConfig(dtype, 16, 16, 4, 4, d_tile, d_slice)

@@ -1,0 +1,10 @@
+"""One algorithm, several machines: each file is the same recurrence, closer to the metal.
+
+    blas.py     NumPy. A tile product is one call of BLAS, over batch and heads at once. No GPU.
+    simt.py     Numba CUDA without special instructions: any GPU, any dtype, every head dimension.
+                The one to read first, beside `reference.attention_tiled`.
+
+A kernel file holds control flow, barriers and memory layout, top to bottom. Kernels come from
+factories that take a frozen configuration (config.py) and return a `config.Kernel`; runtime.py
+compiles and launches it, simulate.py runs the same function in Python.
+"""

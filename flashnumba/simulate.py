@@ -1,0 +1,207 @@
+"""Runs the very same kernels in Python, thread by thread, without a GPU and without compiling.
+
+Every CUDA thread of a block is a greenlet. It runs until it must wait for others (a barrier, a shuffle)
+and hands over to the next, so the order is deterministic and a debugger works. `seed` shuffles the order
+of the threads at every turn: results that depend on it show a race. Shared and local memory start as NaN,
+so that what is read before it is written shows too; when no thread can move, the deadlock is reported
+with who waits where.
+
+A kernel needs no preparation: `as_python` rebuilds its function, and those it calls, with `cuda` and
+`math` replaced by the versions below and jitted functions by their Python bodies.
+"""
+
+import math
+import random
+from collections import Counter
+from types import CellType, FunctionType, SimpleNamespace
+
+import numpy as np
+from greenlet import getcurrent, greenlet
+from numba import cuda
+from numba.cuda.dispatcher import CUDADispatcher
+
+
+class Deadlock(RuntimeError):
+    """Some threads of a simulated block wait for others that will never come."""
+
+
+class SimulatorError(RuntimeError):
+    """A simulated kernel broke a rule of the machine, such as two barriers met at once."""
+
+
+def launch(kernel, grid, args, seed=None):
+    """Run `kernel` block after block.
+
+    Parameters
+    ----------
+    kernel : flashnumba.config.Kernel
+    grid : int
+        Number of blocks.
+    args : sequence
+        NumPy arrays and scalars in the order of the kernel's parameters; None is an empty array.
+        bfloat16 arrays are passed as their bits.
+    seed : int, optional
+        Shuffle the order of threads at every turn.
+
+    Raises
+    ------
+    Deadlock
+        If no thread of a block can continue.
+    """
+    args = [as_argument(x, t) for x, t in zip(args, kernel.signature.args, strict=True)]
+    python = as_python(kernel.function, {})
+    order = None if seed is None else random.Random(seed)
+    with np.errstate(all="ignore"):
+        for index in range(grid):
+            Block(index, grid, kernel.threads, order).run(lambda: python(*args))
+
+
+def as_argument(x, kind):
+    """An argument as the kernel sees it: arrays with bfloat16 as bits, scalars as NumPy scalars."""
+    if hasattr(kind, "ndim"):
+        if x is None:
+            return np.empty((0,) * kind.ndim, kind.dtype.name)
+        return x.view(np.uint16) if x.dtype.name == "bfloat16" else x
+    return getattr(np, kind.name)(x)
+
+
+class Block:
+    """One thread block: its shared memory, its meetings, and the scheduler of its threads."""
+
+    def __init__(self, index, grid, threads, order):
+        self.index, self.grid, self.size, self.order = index, grid, threads, order
+        self.shared = []  # arrays in the order in which a thread asks for them
+        self.meetings = {}  # (what, group) -> Meeting
+
+    def run(self, body):
+        """Run `body` once per thread, each until it has to wait, until all are done."""
+        threads = []
+        for tid in range(self.size):
+            thread = greenlet(body)
+            thread.block, thread.tid, thread.shared_count, thread.waits = self, tid, 0, ""
+            threads.append(thread)
+        while threads:
+            self.progress = False
+            if self.order:
+                self.order.shuffle(threads)
+            for thread in threads:
+                thread.switch()
+            alive = [t for t in threads if not t.dead]
+            if len(alive) == len(threads) and not self.progress:
+                where = Counter(t.waits for t in threads)
+                who = "; ".join(f"{n} of {self.size} threads in {w}" for w, n in where.items())
+                raise Deadlock(f"block {self.index}: nothing moves: {who}")
+            threads = alive
+
+
+class Meeting:
+    """A group of lanes that meet, exchange operands and leave with results."""
+
+    def __init__(self, size):
+        self.size, self.operands, self.results, self.left = size, {}, None, 0
+
+
+def wait_until(condition, what):
+    """Suspend the current thread until `condition()` holds."""
+    me = getcurrent()
+    me.waits = what
+    while not condition():
+        me.parent.switch()
+    me.waits = ""
+    me.block.progress = True
+
+
+def collective(what, size, operand, meaning):
+    """Meet the `size` neighbouring lanes of this thread; return this lane's part of the result.
+
+    `meaning` maps the list of the lanes' operands to the list of their results and runs once, in the
+    last lane to arrive. Source of the idea: warp-synchronous instructions are one event, not 32.
+    """
+    me = getcurrent()
+    lane, group = me.tid % size, me.tid // size
+    key = (what, group)
+    meetings = me.block.meetings
+    wait_until(lambda: key not in meetings or meetings[key].results is None, f"{what} (leaving)")
+    meeting = meetings.setdefault(key, Meeting(min(size, me.block.size - group * size)))
+    meeting.operands[lane] = operand
+    if len(meeting.operands) == meeting.size:
+        meeting.results = meaning([meeting.operands[i] for i in range(meeting.size)])
+    wait_until(lambda: meeting.results is not None, what)
+    meeting.left += 1
+    if meeting.left == meeting.size:
+        del meetings[key]
+    return meeting.results[lane]
+
+
+def nothing(operands):
+    """The meaning of a barrier."""
+    return operands
+
+
+def poisoned(shape, dtype):
+    """Memory that nobody has written: NaN, or the least integer."""
+    dtype = np.dtype(getattr(dtype, "name", dtype))
+    return np.full(shape, np.nan if dtype.kind == "f" else np.iinfo(dtype).min, dtype)
+
+
+def shared_array(shape, dtype, alignment=None):
+    """The n-th array that a thread asks for is the n-th of its block."""
+    me = getcurrent()
+    if me.shared_count == len(me.block.shared):
+        me.block.shared.append(poisoned(shape, dtype))
+    me.shared_count += 1
+    return me.block.shared[me.shared_count - 1]
+
+
+def local_array(shape, dtype, alignment=None):
+    return poisoned(shape, dtype)
+
+
+def syncthreads():
+    me = getcurrent()
+    collective("syncthreads", me.block.size, None, nothing)
+
+
+def shfl_xor_sync(mask, value, lane_mask):
+    """Lane i receives the value of lane i ^ lane_mask; all 32 lanes take part."""
+    if mask != 0xFFFFFFFF:
+        raise SimulatorError(f"shfl_xor_sync: {mask=:#x} must name all 32 lanes")
+    exchange = lambda v: [v[i ^ lane_mask] for i in range(len(v))]
+    return collective(f"shfl_xor_sync {lane_mask}", 32, value, exchange)
+
+
+class SimulatedCuda:
+    """What a kernel finds under the name `cuda`."""
+
+    shared = SimpleNamespace(array=shared_array)
+    local = SimpleNamespace(array=local_array)
+    syncthreads = staticmethod(syncthreads)
+    shfl_xor_sync = staticmethod(shfl_xor_sync)
+    threadIdx = property(lambda self: SimpleNamespace(x=getcurrent().tid))
+    blockIdx = property(lambda self: SimpleNamespace(x=getcurrent().block.index))
+    blockDim = property(lambda self: SimpleNamespace(x=getcurrent().block.size))
+    gridDim = property(lambda self: SimpleNamespace(x=getcurrent().block.grid))
+
+
+# Python's math overflows with an exception and answers in double precision; a GPU does neither.
+SIMULATED_MATH = SimpleNamespace(exp=np.exp, log=np.log, inf=math.inf)
+SIMULATED_CUDA = SimulatedCuda()
+
+
+def as_python(fn, memo):
+    """`fn` with its names rebound to the simulator's, and so every jitted function that it calls."""
+
+    def rebind(x):
+        if isinstance(x, CUDADispatcher):
+            return as_python(x.py_func, memo)
+        if x is cuda:
+            return SIMULATED_CUDA
+        return SIMULATED_MATH if x is math else x
+
+    if fn not in memo:
+        names = dict(fn.__globals__)
+        cells = tuple(CellType(rebind(c.cell_contents)) for c in fn.__closure__ or ())
+        memo[fn] = FunctionType(fn.__code__, names, fn.__name__, fn.__defaults__, cells or None)
+        names.update({n: rebind(names[n]) for n in fn.__code__.co_names if n in names})
+        names.update({n: rebind(names[n]) for n in ("cuda", "math") if n in names})
+    return memo[fn]
