@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # one object a factory call: hashed by identity
 class Kernel:
     """A kernel ready to compile or to simulate: a plain Python function and what it needs.
 
@@ -68,6 +69,7 @@ class SimtConfig:
         return self.itemsize * (operands + weights + self.c_tile * self.d_slice)
 
 
+@lru_cache(maxsize=None)
 def choose_simt(dtype, head_dim, head_dim_v, simulated=False):
     """The tile configuration of the SIMT kernels for one problem.
 

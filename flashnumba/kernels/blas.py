@@ -1,23 +1,23 @@
 """Attention by BLAS: the tiled online-softmax recurrence, vectorised over batch and heads.
 
-The machine here is NumPy's matrix product. One step takes a tile of scores, some queries by some keys,
-for a chunk of (batch, key head) pairs at once:
+The machine here is NumPy's matrix product. One step takes a tile of scores, some queries by some
+keys, for a chunk of (batch, key head) pairs at once:
 
     chunk of (batch, key head)       k and v packed once: contiguous, in the compute type
         tile of queries              q packed and scaled; m = -inf, l = 0, acc = 0
             tile of keys             s = q k^T, then the recurrence
         o = acc / l, lse = m + log l
 
-Inside a chunk every array starts with its batches b and key heads h. The G query heads that read one key
-head are folded into the rows, (b, h, G * M, D) @ (b, h, D, N): BLAS gets few, large products and no key is
-repeated. Keys are cut where masks begin and end (`key_tiles`): those that no row sees are not visited,
-those that all rows see run without mask code.
+Inside a chunk every array starts with its batches b and key heads h. The G query heads that read
+one key head are folded into the rows, (b, h, G * M, D) @ (b, h, D, N): BLAS gets few, large
+products and no key is repeated. Keys are cut where masks begin and end (`key_tiles`): those that
+no row sees are not visited, those that all rows see run without mask code.
 
 Beyond the results, memory is one chunk: its keys and values and a few tiles. The order of every sum
 depends on shapes, lengths and masks alone, so the same call gives the same bits.
 
-Threads are left to BLAS. On 2 cores (float32, B1 H8 S4096 D64) one pass takes 0.39-0.51 s; two Python
-threads over chunks, each calling BLAS, 0.75-0.85 s, because the two wait for one BLAS pool.
+Threads are left to BLAS. With the tiles below on 2 cores (float32, B1 H8 S4096 D64), a forward pass
+takes 0.40 to 0.55 s; split over two Python threads, 0.75 s, as both wait for one pool of BLAS threads.
 
 Sources: Milakov & Gimelshein (2018) for the online normaliser; Dao et al., FlashAttention (2022),
 algorithms 1 and 4; Dao, FlashAttention-2 (2023), for dividing by l at the end.
@@ -40,11 +40,19 @@ class Tiling:
     chunk_bytes: int
 
 
-FORWARD = Tiling(rows=512, keys=1024, chunk_bytes=4 << 20)
-BACKWARD = Tiling(rows=512, keys=1024, chunk_bytes=4 << 20)
+# Seconds on 2 cores, float32, B1 H8 S4096 D64, medians of 5 interleaved rounds:
+#     rows x keys       128x512  256x512  256x1024  256x2048  512x1024  512x2048  1024x1024
+#     forward             0.73     0.64     0.56      0.46      0.56      0.48      0.56
+#     forward, causal     0.45     0.46     0.33      0.32      0.42      0.36      0.47
+#     backward            1.38     1.23     1.04      0.94      1.06      1.00      1.02
+#     backward, causal    0.76     0.72     0.63      0.56      0.67      0.67      0.80
+# Wide tiles because a row's maximum costs 0.8 ns a score over 256 keys and 0.3 ns over 1024; few
+# rows because a causal tile computes rows / 2 keys too many a row. 256 x 2048 float32 is 2 MiB, one
+# core's L2 cache there.
+TILING = Tiling(rows=256, keys=2048, chunk_bytes=4 << 20)
 
 
-def forward(q, k, v, *, scale, tiling=FORWARD, **mask):
+def forward(q, k, v, *, scale, tiling=TILING, **mask):
     """Attention, a tile of scores at a time.
 
     Parameters
@@ -122,7 +130,7 @@ def forward_tile(q, k, v, key_range, careful, scratch):
     return acc, m + np.log(l)
 
 
-def backward(do, dlse, q, k, v, o, lse, *, scale, tiling=BACKWARD, **mask):
+def backward(do, dlse, q, k, v, o, lse, *, scale, tiling=TILING, **mask):
     """Gradients with respect to q, k and v, recomputing the scores a tile at a time.
 
     Parameters
@@ -222,8 +230,8 @@ def scores(q, k, mask, careful, scratch):
 def product(p, x, seen, out):
     """p @ x, where row j of x reaches only the rows of p that see it.
 
-    Elsewhere p is 0, which suffices while x is finite. Rows of x that are not, and that some row of p
-    does not see, stay out of the product; they are added, one by one, where they are seen.
+    Elsewhere p is 0, which suffices while x is finite. Rows of x that are not, and that some row
+    of p does not see, stay out of the product; they are added, one by one, where they are seen.
     """
     if seen is None:
         return np.matmul(p, x, out=out)
@@ -237,11 +245,16 @@ def product(p, x, seen, out):
 
 
 def key_tiles(lo, hi, tile_keys):
-    """Tiles of keys for rows that see [lo, hi): yields (keys, mask), mask None where all rows see all.
+    """Cut the keys of rows that see [lo, hi) into tiles.
 
-    The keys split in three: on the left those that only some rows see, then those that all rows see, then
-    again those that only some see. Every part is cut to its own ends, so a causal tile of M rows spends
-    M / 2 keys a row on its mask, whatever `tile_keys`.
+    On the left lie keys that only some rows see, then those that all see, then again some. Each
+    part is cut to its own ends, so that a narrow mask never makes a wide tile masked.
+
+    Yields
+    ------
+    keys : slice
+    mask : bool ndarray (b or 1, 1, rows, N) or None
+        Which row sees which key; None where all see all.
     """
     some = lo < hi
     if not some.any():
@@ -286,7 +299,7 @@ class Geometry:
         return x.reshape(b, self.heads_kv, self.groups, s, 1)
 
     def chunks(self, tiling, itemsize):
-        """Slices (batches, key heads) whose workspace fits a chunk; at least one head of one batch."""
+        """Slices (batches, key heads) whose forward workspace fits; at least one of each."""
         rows = self.groups * min(self.seqlen_q, self.step(tiling.rows))
         keys = min(self.seqlen_kv, tiling.keys)
         head_bytes = itemsize * (rows * keys + (rows + self.seqlen_kv) * self.head_dims)
@@ -351,7 +364,7 @@ class Scratch:
         return out
 
     def fold(self, name, x):
-        """`pack` with the query heads of a key head made rows, (b, h, G, M, D) -> (b, h, G * M, D)."""
+        """`pack`, then (b, h, G, M, D) -> (b, h, G * M, D): a group's query heads are rows."""
         b, h, groups, m, d = x.shape
         return self.pack(name, x).reshape(b, h, groups * m, d)
 

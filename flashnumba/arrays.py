@@ -1,0 +1,81 @@
+"""NumPy, CuPy or DLPack arrays in, the same kind out."""
+
+import contextlib
+import sys
+
+import numpy as np
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+DLPACK_CPU, DLPACK_CUDA, DLPACK_CUDA_MANAGED = 1, 2, 13
+
+
+def library(x):
+    """The top-level package that an array's class belongs to: "numpy", "cupy", "torch", "jaxlib"..."""
+    if isinstance(x, np.ndarray):
+        return "numpy"
+    return type(x).__module__.partition(".")[0]
+
+
+def accept(name, x):
+    """`x` as a NumPy or CuPy array that shares its memory.
+
+    Parameters
+    ----------
+    name : str
+        The argument's name, for errors.
+    x : array
+        NumPy, CuPy, or anything with `__dlpack__` in CPU or CUDA memory (PyTorch, JAX, ...).
+
+    Raises
+    ------
+    TypeError
+        If `x` is no array, or lives where neither NumPy nor CuPy can reach it.
+    """
+    if isinstance(x, np.ndarray) or library(x) == "cupy":
+        return x
+    if not hasattr(x, "__dlpack__"):
+        raise TypeError(
+            f"{name} must be a NumPy or CuPy array or support DLPack, not {type(x).__name__}"
+        )
+    device = int(x.__dlpack_device__()[0])
+    try:
+        if device == DLPACK_CPU:
+            return np.from_dlpack(x)
+        if device in (DLPACK_CUDA, DLPACK_CUDA_MANAGED):
+            import cupy
+
+            return cupy.from_dlpack(x)
+    except Exception as error:
+        raise TypeError(f"{name}: {type(x).__name__} could not be shared by DLPack: {error}") from error
+    raise TypeError(f"{name} lives on DLPack device type {device}; only CPU and CUDA are supported")
+
+
+def give_back(x, like):
+    """`x` (NumPy or CuPy) as the kind of array that `like` is, sharing memory."""
+    package = library(like)
+    if package == library(x):
+        return x
+    package = {"jaxlib": "jax"}.get(package, package)
+    for module in (package, f"{package}.numpy", f"{package}.dlpack"):
+        from_dlpack = getattr(sys.modules.get(module), "from_dlpack", None)
+        if from_dlpack is not None:
+            return from_dlpack(x)
+    raise TypeError(f"{package} offers no from_dlpack to return {type(like).__name__} with")
+
+
+def module(x):
+    """The array module of a NumPy or CuPy array."""
+    return sys.modules[library(x)]
+
+
+def device_of(x):
+    """A context in which the GPU that holds `x` is current; for NumPy arrays, no change."""
+    return contextlib.nullcontext() if isinstance(x, np.ndarray) else x.device
+
+
+def allocate(xp, shape, dtype, layout):
+    """An uninitialised (batch, seqlen, heads, dim) array that is contiguous in the caller's layout."""
+    if layout == "bshd":
+        return xp.empty(shape, dtype)
+    batch, seqlen, heads, dim = shape
+    return xp.empty((batch, heads, seqlen, dim), dtype).transpose(0, 2, 1, 3)

@@ -1,0 +1,334 @@
+"""The public functions: check once, plan, allocate, launch. No arithmetic happens here."""
+
+import contextlib
+from dataclasses import dataclass
+
+from flashnumba import arrays, runtime
+from flashnumba.config import choose_simt
+from flashnumba.problem import prepare
+
+
+def attention(
+    q,
+    k,
+    v,
+    *,
+    causal=False,
+    window=None,
+    scale=None,
+    q_lengths=None,
+    kv_lengths=None,
+    return_lse=False,
+    layout="bshd",
+    backend=None,
+    softcap=None,
+    alibi_slopes=None,
+    bias=None,
+    sinks=None,
+    dropout=0.0,
+    seed=None,
+    score_mod=None,
+    mask_mod=None,
+    aux=(),
+    block_mask=None,
+):
+    """Exact softmax attention, ``softmax(scale * q k^T + mask) v``, without storing the scores.
+
+    Parameters
+    ----------
+    q : array (batch, seqlen_q, heads_q, head_dim)
+        NumPy, CuPy or any array that supports DLPack; float16, bfloat16, float32 or float64; any
+        strides. The batch axis may be missing, ``(seqlen, heads, dim)``, and so may both others,
+        ``(seqlen, dim)``.
+    k : array (batch, seqlen_kv, heads_kv, head_dim)
+        heads_q must be a multiple of heads_kv: query head h reads key head
+        ``h // (heads_q // heads_kv)``.
+    v : array (batch, seqlen_kv, heads_kv, head_dim_v)
+        head_dim_v may differ from head_dim.
+    causal : bool or "upper_left"
+        True: query i sees keys up to ``i + seqlen_kv - seqlen_q``, so that the last query sees the
+        last key. "upper_left": query i sees keys up to i.
+    window : (left, right), optional
+        Query i sees keys ``i + seqlen_kv - seqlen_q - left`` to ``... + right``, both included;
+        None on a side is unbounded. With ``causal="upper_left"`` counted from i instead.
+    scale : float, optional
+        Factor on q k^T; ``1 / sqrt(head_dim)`` by default.
+    q_lengths, kv_lengths : integer arrays (batch,), optional
+        How many queries and keys of each batch entry are real; alignment counts from these. The rest
+        is padding: never read into a result, output 0. Lengths in GPU memory are not read back to be
+        checked; the kernels clamp them to the sequence.
+    return_lse : bool
+        Return the logarithm of each row's denominator too.
+    layout : "bshd" or "bhsd"
+        Order of the axes of q, k, v and o; "bhsd" is PyTorch's.
+    backend : "simt", "numpy" or "simulator", optional
+        By default "simt" (Numba kernels) where there is a GPU, else "numpy" (tiles of BLAS) for NumPy
+        arrays. "simulator" runs the Numba kernels in Python.
+    softcap, alibi_slopes, bias, sinks, dropout, seed, score_mod, mask_mod, aux, block_mask
+        Reserved; anything but the default raises NotImplementedError.
+
+    Returns
+    -------
+    o : array (batch, seqlen_q, heads_q, head_dim_v)
+        Same kind, dtype and axes as q.
+    lse : array (batch, heads_q, seqlen_q)
+        Only with ``return_lse``; natural logarithm, float32 (float64 for float64 inputs).
+
+    Raises
+    ------
+    ValueError, TypeError
+        Naming the argument, before anything is allocated.
+    NotImplementedError
+        For a reserved keyword.
+    MemoryError
+        If the GPU cannot hold the output; nothing of the caller's is touched.
+
+    Notes
+    -----
+    A row that sees no key has output 0 and lse -inf. Keys and values that a row does not see are never
+    multiplied in, so NaN there does not leak. The same call gives the same bits, always.
+
+    Source: Dao et al., FlashAttention: fast and memory-efficient exact attention (2022).
+    """
+    options = dict(locals())
+    for name in ("q", "k", "v", "return_lse"):
+        del options[name]
+    problem = prepare(q, k, v, **options)
+    with _resources(problem):
+        o, lse = _forward(_resident(problem))
+        o = problem.from_rows(o)
+        return (o, problem.from_lse(lse)) if return_lse else o
+
+
+def attention_backward(do, q, k, v, o, lse, *, dlse=None, deterministic=True, **options):
+    """Gradients of attention with respect to q, k and v; the scores are computed again.
+
+    Parameters
+    ----------
+    do : array, shape of o
+        Gradient with respect to o; any strides.
+    q, k, v : arrays
+        As given to `attention`.
+    o, lse : arrays
+        As `attention` returned them with ``return_lse=True``.
+    dlse : array, shape of lse, optional
+        Gradient with respect to lse; None is zero.
+    deterministic : bool
+        Every backend adds in a fixed order, so both values give the same bits every time.
+    **options
+        The keywords of `attention` that the forward was called with.
+
+    Returns
+    -------
+    dq, dk, dv : arrays
+        In the shapes, dtype and kind of q, k and v. Heads that share a key head add up in dk and dv.
+
+    Notes
+    -----
+    Extra memory is one number a query (delta = sum(do * o) - dlse), O(seqlen).
+
+    Source: Dao et al., FlashAttention (2022), algorithm 4.
+    """
+    problem = prepare(q, k, v, **options)
+    with _resources(problem):
+        here = _resident(problem)
+        do, o = (here.to_rows(n, x, here.o_shape) for n, x in (("do", do), ("o", o)))
+        lse = here.to_lse("lse", lse)
+        dlse = None if dlse is None else here.to_lse("dlse", dlse)
+        return tuple(problem.from_rows(x) for x in _backward(here, do, o, lse, dlse))
+
+
+def attention_vjp(q, k, v, *, return_lse=False, deterministic=True, **options):
+    """Attention and its pullback, in the manner of ``jax.vjp``.
+
+    Parameters
+    ----------
+    q, k, v, return_lse, **options
+        As in `attention`.
+    deterministic : bool
+        As in `attention_backward`.
+
+    Returns
+    -------
+    o : array, or (o, lse) with ``return_lse``
+    pullback : callable
+        ``pullback(do, dlse=None)`` returns ``(dq, dk, dv)``; it may be called many times. It keeps
+        references to q, k, v and o: changing them in between changes the gradients.
+    """
+    problem = prepare(q, k, v, **options)
+    with _resources(problem):
+        here = _resident(problem)
+        o, lse = _forward(here)
+        result = problem.from_rows(o)
+        if return_lse:
+            result = result, problem.from_lse(lse)
+
+    def pullback(do, dlse=None):
+        with _resources(problem):
+            rows = here.to_rows("do", do, here.o_shape)
+            dlse = None if dlse is None else here.to_lse("dlse", dlse)
+            return tuple(problem.from_rows(x) for x in _backward(here, rows, o, lse, dlse))
+
+    return result, pullback
+
+
+def explain(q, k, v, **options):
+    """Say which kernel a call of `attention` runs, in which tiles, at what cost.
+
+    Takes the arguments of `attention`; computes nothing. On a GPU it compiles the kernels (or finds
+    them in the cache) to report registers and spills.
+
+    Returns
+    -------
+    Explanation
+        Prints as a short report.
+    """
+    problem = prepare(q, k, v, **options)
+    batch, seqlen_q, heads_q, head_dim = problem.q.shape
+    seqlen_kv, heads_kv, head_dim_v = problem.v.shape[1:]
+    dense = batch * heads_q * seqlen_q * seqlen_kv * problem.lse_dtype.itemsize
+    rows = [
+        ("backend", f"{problem.backend} ({BACKEND_NAMES[problem.backend]})"),
+        (
+            "problem",
+            f"{problem.dtype}, batch {batch}, seqlen {seqlen_q} x {seqlen_kv}, "
+            f"heads {heads_q} x {heads_kv}, head_dim {head_dim}, head_dim_v {head_dim_v}",
+        ),
+    ]
+    if problem.backend == "numpy":
+        from flashnumba.kernels import blas
+
+        rows.append(("tiles", blas.describe(problem.q.shape, problem.k.shape, problem.v.shape)))
+    else:
+        rows += _explain_simt(problem)
+    rows.append(("not stored", f"the dense scores, {dense / 2**20:.1f} MiB"))
+    return Explanation(tuple(rows))
+
+
+BACKEND_NAMES = {
+    "simt": "Numba kernels without special instructions, on the GPU",
+    "simulator": "the same Numba kernels, run in Python",
+    "numpy": "tiles of BLAS on the CPU",
+}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found: (name, text) rows; prints as a report."""
+
+    rows: tuple
+
+    def __str__(self):
+        return "\n".join(f"{name:<15}{text}" for name, text in self.rows)
+
+
+def _explain_simt(problem):
+    config = _config(problem)
+    yield "tiles", (
+        f"{config.block_m} x {config.block_n} scores, {config.threads} threads, "
+        f"{config.shared_bytes} bytes of shared memory"
+    )
+    for name in ("forward", "delta", "backward_dkdv", "backward_dq"):
+        cost = ""
+        if problem.backend == "simt":
+            with arrays.device_of(problem.q):
+                cubin = runtime.load(_kernel(name, config))[1]
+            cost = f": {cubin.registers} registers, {cubin.spill_bytes} bytes spilled"
+        yield name, f"kernels/simt.py, make_{name}{cost}"
+
+
+# --- running -------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _resources(problem):
+    """Run on the GPU that holds q, and say clearly when its memory is not enough."""
+    if problem.backend != "simt":
+        yield
+        return
+    import cupy
+
+    try:
+        with arrays.device_of(problem.q):
+            yield
+    except cupy.cuda.memory.OutOfMemoryError as error:
+        need = sum(x.nbytes for x in (problem.q, problem.k, problem.v))
+        raise MemoryError(
+            f"the GPU's memory is not enough beside inputs of {need / 2**20:.1f} MiB: {error}. "
+            "The inputs are untouched; free memory or split the batch"
+        ) from error
+
+
+def _resident(problem):
+    """The problem with its arrays where its backend computes."""
+    return problem.on_gpu() if problem.backend == "simt" else problem
+
+
+def _forward(p):
+    """(o, lse) of a problem whose arrays are in place, as (batch, seqlen, heads, dim) views."""
+    if p.backend == "numpy":
+        from flashnumba.kernels import blas
+
+        return blas.forward(p.q, p.k, p.v, scale=p.scale, **p.mask())
+    o = arrays.allocate(p.xp, p.o_shape, p.q.dtype, p.layout)
+    lse = p.xp.empty(p.lse_shape, p.lse_dtype)
+    config = _config(p)
+    batch, seqlen_q, heads_q, head_dim_v = p.o_shape
+    blocks = batch * heads_q * _ceil(seqlen_q, config.block_m) * _ceil(head_dim_v, config.d_slice)
+    _launch(p, "forward", blocks, p.q, p.k, p.v, o, lse, *_mask_arguments(p))
+    return o, lse
+
+
+def _backward(p, do, o, lse, dlse):
+    """(dq, dk, dv) of a problem whose arrays are in place."""
+    if p.backend == "numpy":
+        from flashnumba.kernels import blas
+
+        return blas.backward(do, dlse, p.q, p.k, p.v, o, lse, scale=p.scale, **p.mask())
+    dq, dk, dv = (arrays.allocate(p.xp, x.shape, x.dtype, p.layout) for x in (p.q, p.k, p.v))
+    delta = p.xp.empty(p.lse_shape, p.lse_dtype)
+    config = _config(p)
+    batch, seqlen_q, heads_q, head_dim = p.q.shape
+    seqlen_kv, heads_kv, head_dim_v = p.v.shape[1:]
+    mask = _mask_arguments(p)
+
+    blocks = _ceil(batch * heads_q * seqlen_q, config.threads)
+    _launch(p, "delta", blocks, do, o, dlse, delta)
+
+    slices = _ceil(max(head_dim, head_dim_v), config.d_slice)
+    blocks = batch * heads_kv * _ceil(seqlen_kv, config.block_m) * slices
+    _launch(p, "backward_dkdv", blocks, do, p.q, p.k, p.v, lse, delta, dk, dv, *mask)
+
+    blocks = batch * heads_q * _ceil(seqlen_q, config.block_m) * _ceil(head_dim, config.d_slice)
+    _launch(p, "backward_dq", blocks, do, p.q, p.k, p.v, lse, delta, dq, *mask)
+    return dq, dk, dv
+
+
+def _config(p):
+    simulated = p.backend == "simulator"
+    return choose_simt(p.dtype, p.q.shape[3], p.v.shape[3], simulated)
+
+
+def _kernel(name, config):
+    from flashnumba.kernels import simt
+
+    return getattr(simt, f"make_{name}")(config)
+
+
+def _launch(p, name, blocks, *args):
+    if blocks == 0:
+        return
+    if p.backend == "simulator":
+        from flashnumba.simulate import launch
+    else:
+        launch = runtime.launch
+    launch(_kernel(name, _config(p)), blocks, args)
+
+
+def _mask_arguments(p):
+    """The last parameters of every kernel: lengths, scale and window."""
+    return p.q_lengths, p.kv_lengths, p.scale, p.left, p.right, p.upper_left
+
+
+def _ceil(a, b):
+    return -(-a // b)

@@ -1,0 +1,312 @@
+"""What the caller asked for, checked once and brought into one form, before anything is allocated."""
+
+import math
+import numbers
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from flashnumba import arrays, runtime
+from flashnumba.window import UNBOUNDED
+
+BACKENDS = ("numpy", "simt", "simulator")
+LAYOUTS = ("bshd", "bhsd")
+FORMS = {
+    "bshd": {4: "(batch, {s}, {h}, {d})", 3: "({s}, {h}, {d})", 2: "({s}, {d})"},
+    "bhsd": {4: "(batch, {h}, {s}, {d})", 3: "({h}, {s}, {d})", 2: "({s}, {d})"},
+}
+# Keywords whose feature is still to come, and the value that means "not asked for".
+NOT_BUILT = {
+    "softcap": None,
+    "alibi_slopes": None,
+    "bias": None,
+    "sinks": None,
+    "dropout": 0.0,
+    "seed": None,
+    "score_mod": None,
+    "mask_mod": None,
+    "aux": (),
+    "block_mask": None,
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention call: arrays as (batch, seqlen, heads, dim) views, the mask as numbers."""
+
+    q: object
+    k: object
+    v: object
+    scale: float
+    left: int
+    right: int
+    upper_left: bool
+    q_lengths: object
+    kv_lengths: object
+    layout: str
+    ndim: int
+    backend: str
+    like: object  # the caller's q: results are returned as this kind
+
+    @property
+    def xp(self):
+        return arrays.module(self.q)
+
+    @property
+    def dtype(self):
+        return self.q.dtype.name
+
+    @property
+    def o_shape(self):
+        return (*self.q.shape[:3], self.v.shape[3])
+
+    @property
+    def lse_shape(self):
+        batch, seqlen, heads, _ = self.q.shape
+        return (batch, heads, seqlen)
+
+    @property
+    def lse_dtype(self):
+        """float32, but float64 where the inputs are: the backward needs lse as exact as its scores."""
+        return np.dtype(np.float64 if self.dtype == "float64" else np.float32)
+
+    def mask(self):
+        """The mask as the kernels take it."""
+        return {
+            "left": self.left,
+            "right": self.right,
+            "upper_left": self.upper_left,
+            "q_lengths": self.q_lengths,
+            "kv_lengths": self.kv_lengths,
+        }
+
+    def on_gpu(self):
+        """The same problem with its arrays copied to the current GPU, if they are not there yet."""
+        import cupy
+
+        move = lambda x: None if x is None else cupy.asarray(x)
+        names = ("q", "k", "v", "q_lengths", "kv_lengths")
+        return replace(self, **{n: move(getattr(self, n)) for n in names})
+
+    def to_rows(self, name, x, shape):
+        """A gradient or result that the caller passed back, as a (batch, seqlen, heads, dim) view."""
+        x = self._companion(name, x)
+        full = _four_axes(x, self.layout) if x.ndim == self.ndim else x
+        if full.ndim != 4 or full.shape != shape:
+            raise ValueError(f"{name}.shape={x.shape} must be that of the output, {self._user(shape)}")
+        if full.dtype != self.q.dtype:
+            raise TypeError(f"{name}.dtype={x.dtype} must be that of q, {self.q.dtype}")
+        return full
+
+    def to_lse(self, name, x):
+        """lse or its gradient, as a (batch, heads_q, seqlen_q) view."""
+        x = self._companion(name, x)
+        expected = self.lse_shape[4 - self.ndim :]
+        if x.shape != expected:
+            raise ValueError(f"{name}.shape={x.shape} must be (batch, heads_q, seqlen_q), {expected}")
+        if x.dtype != self.lse_dtype:
+            raise TypeError(f"{name}.dtype={x.dtype} must be {self.lse_dtype}, as lse is")
+        return x.reshape(self.lse_shape)
+
+    def from_rows(self, x):
+        """A (batch, seqlen, heads, dim) array in the caller's layout, axes and kind."""
+        x = x if self.layout == "bshd" else x.transpose(0, 2, 1, 3)
+        index = {4: (), 3: (0,), 2: (0, slice(None), 0) if self.layout == "bshd" else (0, 0)}
+        return self._to_caller(x[index[self.ndim]])
+
+    def from_lse(self, x):
+        """A (batch, heads_q, seqlen_q) array in the caller's axes and kind."""
+        return self._to_caller(x[(0,) * (4 - self.ndim)])
+
+    def _companion(self, name, x):
+        given = arrays.accept(name, x)
+        want = arrays.library(arrays.accept("q", self.like))
+        if arrays.library(given) != want:
+            raise TypeError(f"{name} is a {arrays.library(given)} array, but q is a {want} array")
+        if arrays.library(given) != arrays.library(self.q):
+            given = self.xp.asarray(given)
+        return given
+
+    def _user(self, shape):
+        batch, seqlen, heads, dim = shape
+        full = (batch, seqlen, heads, dim) if self.layout == "bshd" else (batch, heads, seqlen, dim)
+        return full[4 - self.ndim :] if self.ndim > 2 else (seqlen, dim)
+
+    def _to_caller(self, x):
+        if arrays.library(x) == "cupy" and arrays.library(self.like) == "numpy":
+            return x.get()
+        return arrays.give_back(x, self.like)
+
+
+def prepare(
+    q,
+    k,
+    v,
+    *,
+    causal=False,
+    window=None,
+    scale=None,
+    q_lengths=None,
+    kv_lengths=None,
+    layout="bshd",
+    backend=None,
+    **not_built,
+):
+    """Check everything the caller gave and return the `Problem`; nothing is allocated before."""
+    _refuse(not_built)
+    if layout not in LAYOUTS:
+        raise ValueError(f"{layout=} must be one of {LAYOUTS}")
+    like = q
+    q, k, v = (arrays.accept(n, x) for n, x in (("q", q), ("k", k), ("v", v)))
+    _check_kinds(q, k, v)
+    _check_shapes(q, k, v, layout)
+    ndim = q.ndim
+    q, k, v = (_four_axes(x, layout) for x in (q, k, v))
+    left, right, upper_left = _mask(causal, window)
+    return Problem(
+        q=q,
+        k=k,
+        v=v,
+        scale=_scale(scale, q.shape[3]),
+        left=left,
+        right=right,
+        upper_left=upper_left,
+        q_lengths=_lengths("q_lengths", q_lengths, q, "seqlen_q"),
+        kv_lengths=_lengths("kv_lengths", kv_lengths, k, "seqlen_kv"),
+        layout=layout,
+        ndim=ndim,
+        backend=_backend(backend, arrays.library(q)),
+        like=like,
+    )
+
+
+def _refuse(options):
+    for name, value in options.items():
+        if name not in NOT_BUILT:
+            raise TypeError(f"attention got an unexpected keyword argument {name!r}")
+        if name == "dropout" and not 0 <= value < 1:
+            raise ValueError(f"dropout={value!r} must be at least 0 and below 1")
+        unset = NOT_BUILT[name]
+        if value is not unset and not (isinstance(value, (float, int, tuple)) and value == unset):
+            raise NotImplementedError(f"{name} is not built yet; leave it at {unset!r}")
+
+
+def _check_kinds(q, k, v):
+    for name, x in (("k", k), ("v", v)):
+        if arrays.library(x) != arrays.library(q):
+            raise TypeError(
+                f"q is a {arrays.library(q)} array, but {name} is a {arrays.library(x)} array; "
+                "all three must be of one kind"
+            )
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name}.dtype={x.dtype} must be that of q, {q.dtype}")
+        if arrays.library(q) == "cupy" and x.device != q.device:
+            raise ValueError(f"{name} is on GPU {x.device.id}, but q is on GPU {q.device.id}")
+    if q.dtype.name not in arrays.DTYPES or not q.dtype.isnative:
+        raise TypeError(f"q.dtype={q.dtype} must be one of {', '.join(arrays.DTYPES)}")
+
+
+def _check_shapes(q, k, v, layout):
+    form = FORMS[layout].get(q.ndim)
+    if form is None:
+        form = FORMS[layout][4].format(s="seqlen_q", h="heads_q", d="head_dim")
+        raise ValueError(f"{q.shape=} must be {form}, or the same without batch or heads")
+    k_form = form.format(s="seqlen_kv", h="heads_kv", d="head_dim")
+    v_form = form.format(s="seqlen_kv", h="heads_kv", d="head_dim_v")
+    if k.ndim != q.ndim:
+        raise ValueError(f"{k.shape=} must be {k_form}, with as many axes as {q.shape=}")
+    if v.ndim != q.ndim:
+        raise ValueError(f"{v.shape=} must be {v_form}, with as many axes as {q.shape=}")
+    (batch, _, heads_q, dim), (k_batch, seqlen_kv, heads_kv, k_dim), v4 = (
+        _four_axes(x, layout).shape for x in (q, k, v)
+    )
+    if k_batch != batch:
+        raise ValueError(f"{k.shape=} must be {k_form} with batch {batch}, as in {q.shape=}")
+    if k_dim != dim:
+        raise ValueError(f"{k.shape=} must be {k_form} with head_dim {dim}, as in {q.shape=}")
+    if v4[:3] != (batch, seqlen_kv, heads_kv):
+        raise ValueError(
+            f"{v.shape=} must be {v_form} with batch {batch}, seqlen_kv {seqlen_kv} and "
+            f"heads_kv {heads_kv}, as in {k.shape=}"
+        )
+    if dim < 1 or v4[3] < 1:
+        raise ValueError(f"head dimensions must be at least 1, not {q.shape=}, {v.shape=}")
+    if heads_kv < 1 or heads_q < 1 or heads_q % heads_kv:
+        raise ValueError(
+            f"heads_q {heads_q} in {q.shape=} must be a positive multiple of heads_kv {heads_kv} "
+            f"in {k.shape=}"
+        )
+
+
+def _four_axes(x, layout):
+    """A view (batch, seqlen, heads, dim) of an array with 4, 3 or 2 axes."""
+    if x.ndim == 2:
+        return x[None, :, None, :]
+    x = x[None] if x.ndim == 3 else x
+    return x if layout == "bshd" else x.transpose(0, 2, 1, 3)
+
+
+def _mask(causal, window):
+    """(left, right, upper_left) of `causal` and `window` together."""
+    if not (isinstance(causal, (bool, np.bool_)) or causal == "upper_left"):
+        raise ValueError(f'{causal=} must be True (lower right), False or "upper_left"')
+    pair = (None, None) if window is None else window
+    if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
+        raise ValueError(f"{window=} must be None or a pair (left, right)")
+    for side in pair:
+        if side is None:
+            continue
+        if not isinstance(side, numbers.Integral) or isinstance(side, bool) or side < 0:
+            raise ValueError(f"{window=} must hold integers of at least 0, or None for unbounded")
+    left, right = (UNBOUNDED if side is None else min(int(side), UNBOUNDED) for side in pair)
+    return left, 0 if causal else right, isinstance(causal, str)
+
+
+def _scale(scale, head_dim):
+    if scale is None:
+        return 1 / math.sqrt(head_dim)
+    if not isinstance(scale, numbers.Real) or isinstance(scale, bool):
+        raise TypeError(f"scale must be a real number, not {type(scale).__name__}")
+    if not math.isfinite(scale):
+        raise ValueError(f"{scale=} must be finite")
+    return float(scale)
+
+
+def _lengths(name, lengths, x, seqlen_name):
+    """Lengths as an int64 array beside `x`. Values on a GPU are not read back: kernels clamp them."""
+    if lengths is None:
+        return None
+    batch, seqlen = x.shape[:2]
+    if not isinstance(lengths, (int, list, tuple)):
+        lengths = arrays.accept(name, lengths)
+    xp = np if isinstance(lengths, (int, list, tuple)) else arrays.module(lengths)
+    lengths = xp.atleast_1d(xp.asarray(lengths))
+    if lengths.dtype.kind not in "iu":
+        raise TypeError(f"{name} must hold integers, not {lengths.dtype}")
+    if lengths.shape != (batch,):
+        raise ValueError(f"{name}.shape={lengths.shape} must be (batch,), ({batch},)")
+    if xp is np:
+        bad = (lengths < 0) | (lengths > seqlen)
+        if bad.any():
+            at = int(bad.argmax())
+            raise ValueError(
+                f"{name}[{at}]={lengths[at]} must be from 0 to {seqlen_name}, which is {seqlen}"
+            )
+    elif arrays.library(x) == "numpy":
+        raise TypeError(f"{name} is a cupy array, but q is a numpy array")
+    with arrays.device_of(x):
+        return arrays.module(x).asarray(lengths, dtype=np.int64)
+
+
+def _backend(backend, kind):
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"{backend=} must be one of {BACKENDS}, or None to choose")
+    if kind == "cupy":
+        if backend in ("numpy", "simulator"):
+            raise ValueError(f"{backend=} takes NumPy arrays, but q is in GPU memory")
+        return "simt"
+    if backend is None:
+        return "simt" if runtime.gpu_available() else "numpy"
+    if backend == "simt" and not runtime.gpu_available():
+        raise RuntimeError(f"{backend=} needs a GPU: {runtime.gpu_problem()}")
+    return backend

@@ -1,0 +1,29 @@
+"""Which backends a test runs on, and the skips of tests that need a GPU."""
+
+import os
+import tempfile
+
+import pytest
+
+from flashnumba import runtime
+
+# A cache of the test session's own; a fixture would come after modules were imported.
+os.environ.setdefault("FLASHNUMBA_CACHE_DIR", tempfile.mkdtemp(prefix="flashnumba-test-"))
+
+GPU = pytest.param("gpu", marks=pytest.mark.gpu)
+
+
+def pytest_collection_modifyitems(items):
+    problem = runtime.gpu_problem()
+    if problem is None:
+        return
+    skip = pytest.mark.skip(reason=problem)
+    for item in items:
+        if "gpu" in item.keywords or "sm90" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(params=["numpy", "simulator", GPU])
+def backend(request):
+    """Every backend in turn; "gpu" is CuPy in and CuPy out."""
+    return request.param
