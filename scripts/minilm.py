@@ -206,8 +206,10 @@ def project_qkv(weights, layer, x):
 
 
 def linear(weights, name, x):
-    """x @ W.T + b."""
-    return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+    """x @ W.T + b, as one matrix product over the tokens of all sentences."""
+    w = weights[f"{name}.weight"]
+    y = x.reshape(-1, w.shape[1]) @ w.T + weights[f"{name}.bias"]
+    return y.reshape(*x.shape[:-1], w.shape[0])
 
 
 def layer_norm(weights, name, x):
