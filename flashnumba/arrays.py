@@ -10,7 +10,7 @@ DLPACK_CPU, DLPACK_CUDA, DLPACK_CUDA_MANAGED = 1, 2, 13
 
 
 def library(x):
-    """The top-level package that an array's class belongs to: "numpy", "cupy", "torch", "jaxlib"..."""
+    """The package that an array's class belongs to: "numpy", "cupy", "torch", "jaxlib", ..."""
     if isinstance(x, np.ndarray):
         return "numpy"
     return type(x).__module__.partition(".")[0]
@@ -46,7 +46,9 @@ def accept(name, x):
 
             return cupy.from_dlpack(x)
     except Exception as error:
-        raise TypeError(f"{name}: {type(x).__name__} could not be shared by DLPack: {error}") from error
+        raise TypeError(
+            f"{name}: {type(x).__name__} could not be shared by DLPack: {error}"
+        ) from error
     raise TypeError(f"{name} lives on DLPack device type {device}; only CPU and CUDA are supported")
 
 
@@ -74,7 +76,7 @@ def device_of(x):
 
 
 def allocate(xp, shape, dtype, layout):
-    """An uninitialised (batch, seqlen, heads, dim) array that is contiguous in the caller's layout."""
+    """An uninitialised (batch, seqlen, heads, dim) array, contiguous in the caller's layout."""
     if layout == "bshd":
         return xp.empty(shape, dtype)
     batch, seqlen, heads, dim = shape

@@ -54,16 +54,16 @@ def attention(
     scale : float, optional
         Factor on q k^T; ``1 / sqrt(head_dim)`` by default.
     q_lengths, kv_lengths : integer arrays (batch,), optional
-        How many queries and keys of each batch entry are real; alignment counts from these. The rest
-        is padding: never read into a result, output 0. Lengths in GPU memory are not read back to be
-        checked; the kernels clamp them to the sequence.
+        How many queries and keys of each batch entry are real; alignment counts from these. The
+        rest is padding: never read into a result, output 0. Lengths in GPU memory are not read
+        back to be checked; the kernels clamp them to the sequence.
     return_lse : bool
         Return the logarithm of each row's denominator too.
     layout : "bshd" or "bhsd"
         Order of the axes of q, k, v and o; "bhsd" is PyTorch's.
     backend : "simt", "numpy" or "simulator", optional
-        By default "simt" (Numba kernels) where there is a GPU, else "numpy" (tiles of BLAS) for NumPy
-        arrays. "simulator" runs the Numba kernels in Python.
+        By default "simt" (Numba kernels) where there is a GPU, else "numpy" (tiles of BLAS) for
+        NumPy arrays. "simulator" runs the Numba kernels in Python.
     softcap, alibi_slopes, bias, sinks, dropout, seed, score_mod, mask_mod, aux, block_mask
         Reserved; anything but the default raises NotImplementedError.
 
@@ -85,8 +85,8 @@ def attention(
 
     Notes
     -----
-    A row that sees no key has output 0 and lse -inf. Keys and values that a row does not see are never
-    multiplied in, so NaN there does not leak. The same call gives the same bits, always.
+    A row that sees no key has output 0 and lse -inf. Keys and values that a row does not see are
+    never multiplied in, so NaN there does not leak. The same call gives the same bits, always.
 
     Source: Dao et al., FlashAttention: fast and memory-efficient exact attention (2022).
     """
@@ -121,7 +121,7 @@ def attention_backward(do, q, k, v, o, lse, *, dlse=None, deterministic=True, **
     Returns
     -------
     dq, dk, dv : arrays
-        In the shapes, dtype and kind of q, k and v. Heads that share a key head add up in dk and dv.
+        In the shapes, dtype and kind of q, k and v. Heads that share a key head add up in dk, dv.
 
     Notes
     -----
@@ -224,9 +224,12 @@ class Explanation:
 
 def _explain_simt(problem):
     config = _config(problem)
-    yield "tiles", (
-        f"{config.block_m} x {config.block_n} scores, {config.threads} threads, "
-        f"{config.shared_bytes} bytes of shared memory"
+    yield (
+        "tiles",
+        (
+            f"{config.block_m} x {config.block_n} scores, {config.threads} threads, "
+            f"{config.shared_bytes} bytes of shared memory"
+        ),
     )
     for name in ("forward", "delta", "backward_dkdv", "backward_dq"):
         cost = ""
@@ -237,7 +240,7 @@ def _explain_simt(problem):
         yield name, f"kernels/simt.py, make_{name}{cost}"
 
 
-# --- running -------------------------------------------------------------------------------------------
+# --- running -----------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What the caller asked for, checked once and brought into one form, before anything is allocated."""
+"""What the caller asked for, checked once and brought into one form before any allocation."""
 
 import math
 import numbers
@@ -67,7 +67,7 @@ class Problem:
 
     @property
     def lse_dtype(self):
-        """float32, but float64 where the inputs are: the backward needs lse as exact as its scores."""
+        """float32; float64 where the inputs are, since the backward takes the scores from lse."""
         return np.dtype(np.float64 if self.dtype == "float64" else np.float32)
 
     def mask(self):
@@ -89,11 +89,13 @@ class Problem:
         return replace(self, **{n: move(getattr(self, n)) for n in names})
 
     def to_rows(self, name, x, shape):
-        """A gradient or result that the caller passed back, as a (batch, seqlen, heads, dim) view."""
+        """A gradient or result the caller passed back, as a (batch, seqlen, heads, dim) view."""
         x = self._companion(name, x)
         full = _four_axes(x, self.layout) if x.ndim == self.ndim else x
         if full.ndim != 4 or full.shape != shape:
-            raise ValueError(f"{name}.shape={x.shape} must be that of the output, {self._user(shape)}")
+            raise ValueError(
+                f"{name}.shape={x.shape} must be that of the output, {self._user(shape)}"
+            )
         if full.dtype != self.q.dtype:
             raise TypeError(f"{name}.dtype={x.dtype} must be that of q, {self.q.dtype}")
         return full
@@ -103,7 +105,9 @@ class Problem:
         x = self._companion(name, x)
         expected = self.lse_shape[4 - self.ndim :]
         if x.shape != expected:
-            raise ValueError(f"{name}.shape={x.shape} must be (batch, heads_q, seqlen_q), {expected}")
+            raise ValueError(
+                f"{name}.shape={x.shape} must be (batch, heads_q, seqlen_q), {expected}"
+            )
         if x.dtype != self.lse_dtype:
             raise TypeError(f"{name}.dtype={x.dtype} must be {self.lse_dtype}, as lse is")
         return x.reshape(self.lse_shape)
@@ -273,7 +277,7 @@ def _scale(scale, head_dim):
 
 
 def _lengths(name, lengths, x, seqlen_name):
-    """Lengths as an int64 array beside `x`. Values on a GPU are not read back: kernels clamp them."""
+    """Lengths as int64 beside `x`. Those on a GPU are not read back: kernels clamp them."""
     if lengths is None:
         return None
     batch, seqlen = x.shape[:2]

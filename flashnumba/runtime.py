@@ -3,13 +3,13 @@
     Python function --numba--> LTO-IR --nvJitLink--> cubin --disk cache--> CuPy module --> launch
 
 Compiling needs no GPU. Going through LTO matters: nvJitLink given PTX spilled up to 600 bytes of
-registers where LTO spilled none. A launch goes to CuPy's current stream, allocates nothing and waits
-for nothing, so it can be captured in a CUDA graph.
+registers where LTO spilled none. A launch goes to CuPy's current stream, allocates nothing and
+waits for nothing, so it can be captured in a CUDA graph.
 
 The disk cache is a folder named by a hash of this package's sources and of the compilers' versions,
-below FLASHNUMBA_CACHE_DIR (default: the user's cache folder). An entry carries its own checksum: one
-that is damaged is compiled again. Entries are written beside their place and moved there, so processes
-may race.
+below FLASHNUMBA_CACHE_DIR (default: the user's cache folder). An entry carries its own checksum:
+one that is damaged is compiled again. Entries are written beside their place and moved there, so
+processes may race.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import re
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,7 +73,7 @@ def compile_kernel(kernel, cc):
             device=False,
             abi="numba",
             cc=cc,
-            launch_bounds=(kernel.threads, 1),
+            launch_bounds=(kernel.threads, kernel.blocks_per_sm),
             output="ltoir",
         )
     options = LinkerOptions(
@@ -90,14 +90,12 @@ def compile_kernel(kernel, cc):
         raise RuntimeError(f"nvJitLink did not report the resources of {kernel.key}: {log}")
     # The mangled name holds a counter of this process, so it is read from the code.
     entry = re.search(rb"\.text\.(\w+)\x00", code).group(1).decode()
-    return Cubin(
-        entry, int(info["registers"]), int(info["stack"]), int(info["spills"]), log, code
-    )
+    return Cubin(entry, int(info["registers"]), int(info["stack"]), int(info["spills"]), log, code)
 
 
 @contextlib.contextmanager
 def _compute_capability(cc):
-    """Numba asks the current device for its capability when a kernel calls a function: answer `cc`."""
+    """Numba asks the device for its capability when a kernel calls a function: answer `cc`."""
     from numba.cuda import dispatcher
     from numba.cuda.core.compiler_lock import global_compiler_lock
 
@@ -110,7 +108,7 @@ def _compute_capability(cc):
             dispatcher.get_current_device = real
 
 
-# --- the disk cache ----------------------------------------------------------------------------------
+# --- the disk cache ----------------------------------------------------------------------
 
 
 def cache_directory():
@@ -124,7 +122,7 @@ def cache_directory():
     return Path(base) / "flashnumba"
 
 
-@lru_cache(maxsize=None)
+@cache
 def source_hash():
     """Hash of everything that decides what a kernel compiles to."""
     digest = hashlib.sha256(sys.version.encode())
@@ -139,7 +137,7 @@ def source_hash():
 
 def cached_cubin(kernel, cc):
     """The compiled kernel from the disk cache, compiling it when it is not there or damaged."""
-    identity = f"{kernel.key} {kernel.signature} {kernel.threads} {cc}"
+    identity = f"{kernel.key} {kernel.signature} {kernel.threads} {kernel.blocks_per_sm} {cc}"
     name = hashlib.sha256(identity.encode()).hexdigest()[:32]
     path = cache_directory() / source_hash() / f"{name}.cubin"
     cubin = _read(path)
@@ -161,7 +159,7 @@ def _read(path):
 
 
 def _write(path, cubin):
-    """Put an entry in place in one step. A folder that cannot be written costs only the next start."""
+    """Put an entry in place in one step. An unwritable folder only costs the next start."""
     fields = asdict(cubin)
     code = fields.pop("code")
     header = json.dumps(fields).encode()
@@ -178,7 +176,7 @@ def _write(path, cubin):
             raise
 
 
-# --- the device ----------------------------------------------------------------------------------------
+# --- the device --------------------------------------------------------------------------
 
 
 def gpu_problem():
@@ -186,7 +184,7 @@ def gpu_problem():
     try:
         import cupy
     except ImportError as error:
-        return f"CuPy is not installed ({error}); install \"flashnumba[cu13]\" or \"flashnumba[cu12]\""
+        return f'CuPy is not installed ({error}); install "flashnumba[cu13]" or "flashnumba[cu12]"'
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
@@ -194,7 +192,7 @@ def gpu_problem():
     return None if count else "CUDA found no GPU"
 
 
-@lru_cache(maxsize=None)
+@cache
 def gpu_available():
     """Whether CuPy is installed and sees a GPU."""
     return gpu_problem() is None
@@ -240,7 +238,7 @@ def load(kernel):
 
 
 def _flatten(flat, x, kind):
-    """Append an argument as Numba's calling convention lays it out: an array is 5 + 2 ndim words."""
+    """Append an argument in Numba's calling convention: an array is 5 + 2 ndim words."""
     import numpy as np
 
     ndim = getattr(kind, "ndim", None)

@@ -1,13 +1,15 @@
 """Runs the very same kernels in Python, thread by thread, without a GPU and without compiling.
 
-Every CUDA thread of a block is a greenlet. It runs until it must wait for others (a barrier, a shuffle)
-and hands over to the next, so the order is deterministic and a debugger works. `seed` shuffles the order
-of the threads at every turn: results that depend on it show a race. Shared and local memory start as NaN,
-so that what is read before it is written shows too; when no thread can move, the deadlock is reported
-with who waits where.
+Every CUDA thread of a block is a greenlet. It runs until it must wait for others (a barrier, a
+shuffle) and hands over to the next, so the order is deterministic and a debugger works. `seed`
+shuffles the order of the threads at every turn: results that depend on it show a race. Shared and
+local memory start as NaN, so that what is read before it is written shows too. When no thread can
+move, the deadlock is reported with who waits where.
 
-A kernel needs no preparation: `as_python` rebuilds its function, and those it calls, with `cuda` and
-`math` replaced by the versions below and jitted functions by their Python bodies.
+A kernel needs no preparation: `as_python` rebuilds its function, and those it calls, with `cuda`
+and `math` replaced by the versions below and jitted functions by their Python bodies. The seam for
+further instructions is that replacement: an instruction is a function with a Python meaning, and
+`collective` runs a meaning once for a group of lanes.
 """
 
 import math
@@ -114,8 +116,8 @@ def wait_until(condition, what):
 def collective(what, size, operand, meaning):
     """Meet the `size` neighbouring lanes of this thread; return this lane's part of the result.
 
-    `meaning` maps the list of the lanes' operands to the list of their results and runs once, in the
-    last lane to arrive. Source of the idea: warp-synchronous instructions are one event, not 32.
+    `meaning` maps the list of the lanes' operands to the list of their results and runs once, in
+    the last lane to arrive: an instruction of a warp is one event, not 32.
     """
     me = getcurrent()
     lane, group = me.tid % size, me.tid // size
@@ -189,7 +191,7 @@ SIMULATED_CUDA = SimulatedCuda()
 
 
 def as_python(fn, memo):
-    """`fn` with its names rebound to the simulator's, and so every jitted function that it calls."""
+    """`fn` and every jitted function it calls, with their names rebound to the simulator's."""
 
     def rebind(x):
         if isinstance(x, CUDADispatcher):

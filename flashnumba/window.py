@@ -36,7 +36,7 @@ def interval(idx, offset, left, right, length):
 
 
 def tiles(first, last, offset, left, right, length, block):
-    """Tiles of `block` columns that rows first..last must visit: (begin, full_begin, full_end, end).
+    """Tiles of `block` columns that rows first..last visit: (begin, full_begin, full_end, end).
 
     Both rows are included; last < first means no row at all. Tiles [begin, end) hold every visible
     column, and those in [full_begin, full_end) are visible whole to every row and need no mask.

@@ -16,8 +16,8 @@ no row sees are not visited, those that all rows see run without mask code.
 Beyond the results, memory is one chunk: its keys and values and a few tiles. The order of every sum
 depends on shapes, lengths and masks alone, so the same call gives the same bits.
 
-Threads are left to BLAS. With the tiles below on 2 cores (float32, B1 H8 S4096 D64), a forward pass
-takes 0.40 to 0.55 s; split over two Python threads, 0.75 s, as both wait for one pool of BLAS threads.
+Threads are left to BLAS. With the tiles below on 2 cores (float32, B1 H8 S4096 D64), a forward
+pass takes 0.40 to 0.55 s; split over two Python threads 0.75 s, as both wait for one BLAS pool.
 
 Sources: Milakov & Gimelshein (2018) for the online normaliser; Dao et al., FlashAttention (2022),
 algorithms 1 and 4; Dao, FlashAttention-2 (2023), for dividing by l at the end.
@@ -115,7 +115,7 @@ def forward_tile(q, k, v, key_range, careful, scratch):
     acc = scratch.zeros("acc", b, h, rows, v.shape[3])
     pv = scratch("pv", *acc.shape)
     for keys, mask in key_range:
-        s, seen = scores(q, k[:, :, keys], mask, careful, scratch)
+        s, hidden = scores(q, k[:, :, keys], mask, careful, scratch)
         m_new = np.maximum(m, s.max(axis=-1, keepdims=True))
         m_safe = np.where(m_new == -np.inf, 0, m_new)  # no key yet: exp(-inf - 0) = 0, not NaN
         a = np.exp(m - m_safe)
@@ -123,7 +123,7 @@ def forward_tile(q, k, v, key_range, careful, scratch):
         p = np.exp(s, out=s)
         l = a * l + row_sum(p)
         acc *= a
-        acc += product(p, v[:, :, keys], seen, pv)
+        acc += product(p, v[:, :, keys], hidden if careful else None, pv)
         m = m_new
     l = np.where(m == -np.inf, 1, l)  # saw nothing: o = 0 / 1, lse = -inf + 0
     acc /= l
@@ -201,44 +201,52 @@ def backward_tile(q, do, lse, delta, k, v, dk, dv, key_range, careful, scratch):
     lse = np.where(lse == -np.inf, 0, lse)  # saw nothing: exp(-inf - 0) = 0, not NaN
     for keys, mask in key_range:
         k_tile, v_tile = k[:, :, keys], v[:, :, keys]
-        s, seen = scores(q, k_tile, mask, careful, scratch)
+        s, hidden = scores(q, k_tile, mask, careful, scratch)
+        apart = hidden if careful else None
         s -= lse
         p = np.exp(s, out=s)
-        dv[:, :, keys] += product(T(p), do, T(seen), scratch("p^T do", *v_tile.shape))
+        clear(p, hidden)  # a row of NaN is NaN only where it sees
+        dv[:, :, keys] += product(T(p), do, T(apart), scratch("p^T do", *v_tile.shape))
         ds = np.matmul(do, T(v_tile), out=scratch("ds", *p.shape))
         ds -= delta
         ds *= p
-        if seen is not None or mask is not None:  # where unseen, dp and delta may be NaN
-            np.copyto(ds, 0, where=~(mask if seen is None else seen))
-        dq += product(ds, k_tile, seen, scratch("ds k", *q.shape))
-        dk[:, :, keys] += product(T(ds), q, T(seen), scratch("ds^T q", *k_tile.shape))
+        clear(ds, hidden)
+        dq += product(ds, k_tile, apart, scratch("ds k", *q.shape))
+        dk[:, :, keys] += product(T(ds), q, T(apart), scratch("ds^T q", *k_tile.shape))
     return dq
 
 
 def scores(q, k, mask, careful, scratch):
-    """One tile of scores, -inf where masked, and which of them are seen.
+    """One tile of scores, -inf where hidden, and where that is (None: nowhere).
 
-    `seen` is None when every operand is finite: then 0 times what is hidden is 0. Otherwise a query
-    sees a key whose score is not -inf, and `product` has to know.
+    `careful` when an operand is not finite: a score of -inf then hides its key too, and `product`
+    has to know what is hidden. While all are finite, 0 times what is hidden is 0.
     """
     s = np.matmul(q, T(k), out=scratch("s", *q.shape[:3], k.shape[2]))
-    if mask is not None:
-        np.copyto(s, -np.inf, where=~mask)
-    return s, (s != -np.inf if careful else None)
+    hidden = None if mask is None else ~mask
+    if hidden is not None:
+        np.copyto(s, -np.inf, where=hidden)
+    return s, (s == -np.inf if careful else hidden)
 
 
-def product(p, x, seen, out):
-    """p @ x, where row j of x reaches only the rows of p that see it.
+def clear(x, hidden):
+    """Set what is hidden to 0, in place."""
+    if hidden is not None:
+        np.copyto(x, 0, where=hidden)
 
-    Elsewhere p is 0, which suffices while x is finite. Rows of x that are not, and that some row
-    of p does not see, stay out of the product; they are added, one by one, where they are seen.
+
+def product(p, x, hidden, out):
+    """p @ x, where row j of x does not reach the rows of p that it is hidden from.
+
+    There p is 0, which suffices while x is finite. Rows of x that are not, and that are hidden from
+    some row of p, stay out of the product; they are added, one by one, where they are seen.
     """
-    if seen is None:
+    if hidden is None:
         return np.matmul(p, x, out=out)
-    apart = ~np.isfinite(x).all(axis=-1) & ~seen.all(axis=-2)  # (b, h, N)
+    apart = ~np.isfinite(x).all(axis=-1) & hidden.any(axis=-2)  # (b, h, N)
     np.matmul(p, np.where(apart[..., None], 0, x), out=out)
-    for j in np.flatnonzero((apart & seen.any(axis=-2)).any(axis=(0, 1))):
-        reached = seen[..., j] & apart[..., None, j]  # (b, h, rows)
+    for j in np.flatnonzero((apart & ~hidden.all(axis=-2)).any(axis=(0, 1))):
+        reached = apart[..., None, j] & ~hidden[..., j]  # (b, h, rows)
         term = p[..., j, None] * x[..., None, j, :]
         np.add(out, term, out=out, where=reached[..., None])
     return out

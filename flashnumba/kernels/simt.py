@@ -1,39 +1,35 @@
 """Attention for any GPU and any dtype, without special instructions: the kernels to read first.
 
-Beside `reference.attention_tiled` the forward reads line by line: the same m, l and accumulator, with
-thread indices added. A block of lanes_m x lanes_n threads works on one tile at a time:
+Beside `reference.attention_tiled` the forward reads line by line: the same m, l and u (here acc),
+with thread indices added. A block of lanes_m x lanes_n threads works on one tile at a time:
 
-              lanes_n threads, cols keys each
+              lanes_n threads, COLS keys each
              +-------------------------------+
-    lanes_m  |  thread (ty, tx) owns         |      s (ROWS, COLS)   registers
-    threads, |  rows  ty + LANES_M * i       |      acc (ROWS, ..)   registers, the same rows
-    rows     |  cols  tx + LANES_N * j       |      p_smem           the tile of weights, shared
+    lanes_m  |  thread (ty, tx) owns         |      s (ROWS, COLS)    registers
+    threads, |  rows  ty + LANES_M * i       |      acc (ROWS, OUT)   registers, the same rows
+    ROWS     |  cols  tx + LANES_N * j       |      p_smem            the tile of weights, shared
     each     +-------------------------------+
 
-Two products of tiles do all the arithmetic. `product_nt` is a b^T (scores: q k^T, do v^T) and walks the
-head dimension in chunks of D_TILE columns; `add_product` is acc += p b (p v, ds k, ...) and takes its
-left factor from shared memory. The lanes_n threads of a row are neighbours in one warp, so a row's
-maximum and sum are shuffles.
+Two products of tiles do all the arithmetic (device/tile.py). `product_nt` is a b^T: q k^T, do v^T.
+`add_product` is acc += p b: p v, ds k, and so on; its left factor comes from shared memory. Each
+starts and ends with a barrier, so what a kernel writes to p_smem in between is seen by all. The
+threads of a row are neighbours in one warp: its maximum and sum are shuffles.
 
-    forward     rows are queries; walks the keys.        s = q k^T -> m, l -> p -> acc += p v
-    delta       one thread a query.                      delta = sum(do * o) - dlse
-    backward    dK and dV: rows are keys; walks the queries of every head of the group, in order.
-                dQ: rows are queries; walks the keys.    Nothing is added atomically: same bits always.
+    forward     rows are queries, walks the keys:      s = q k^T -> m, l -> p -> acc += p v
+    delta       one thread a query:                    delta = sum(do * o) - dlse
+    backward    dK, dV: rows are keys, walks the queries of every head of the group, in order;
+                dQ: rows are queries, walks the keys.  No atomics: the same bits every time.
 
-A block computes at most D_SLICE columns of its output; wider heads get more blocks, which compute the
-scores again. So registers and shared memory are bounded for every head dimension. Numbers are float32
-(float64 for float64); `exp` is natural, subtracting before it scales, so a score of finfo.min is still
-plain softmax.
-
-`index` tells the compiler that a number is not negative: that spares Numba's wrap-around code at each
-access, and lets four loads fuse into one of 16 bytes (seen in SASS: 48 LDS.128 for 192 LDS).
+A block computes at most D_SLICE columns of its output; a wider head gets more blocks, which compute
+its scores again. So registers and shared memory are bounded for every head dimension. Numbers are
+float32 (float64 for float64). `exp` is natural and follows the subtraction, so that even scores of
+finfo.min are plain softmax.
 
 Source: Dao et al., FlashAttention (2022), algorithms 1 and 4; Milakov and Gimelshein (2018).
 """
 
 import math
-from functools import lru_cache
-from types import SimpleNamespace
+from functools import cache
 
 import numpy as np
 from numba import cuda
@@ -41,17 +37,11 @@ from numba.cuda import types
 from numba.cuda.extending import register_jitable
 
 from flashnumba.config import Kernel
+from flashnumba.device.tile import index, number, tile
 from flashnumba.window import alignment, interval, tiles
 
 for function in (alignment, interval, tiles):
     register_jitable(function)  # callable in kernels; on the host they stay plain Python
-
-
-@cuda.jit(device=True, forceinline=True)
-def index(x):
-    """x, known to be at least 0."""
-    return x & 0x7FFFFFFF
-
 
 STORED = {
     "float16": types.float16,
@@ -61,8 +51,8 @@ STORED = {
 }
 
 
-def kernel(name, config, function, *arguments):
-    """Wrap a kernel function; arguments are "x" (B, S, H, D), "r" (B, H, S), "n" (B,), "f" or "i"."""
+def kernel(name, config, function, arguments, blocks_per_sm=1):
+    """Wrap a kernel function; a letter an argument: x (B, S, H, D), r (B, H, S), n (B,), f, i."""
     real = types.float64 if config.dtype == "float64" else types.float32
     kinds = {
         "x": types.Array(STORED[config.dtype], 4, "A"),
@@ -72,190 +62,18 @@ def kernel(name, config, function, *arguments):
         "i": types.int64,
     }
     signature = types.void(*(kinds[a] for a in arguments))
-    return Kernel(f"simt {name} {config}", function, signature, config.threads)
+    return Kernel(f"simt {name} {config}", function, signature, config.threads, blocks_per_sm)
 
 
-@lru_cache(maxsize=None)
-def number(dtype):
-    """Device functions from and to the stored dtype: (widen, narrow, the type computed in)."""
-    real = np.float64 if dtype == "float64" else np.float32
-    stored = np.float16 if dtype == "float16" else real
-
-    @cuda.jit(device=True, forceinline=True)
-    def widen(x):
-        return real(x)
-
-    @cuda.jit(device=True, forceinline=True)
-    def narrow(x):
-        return stored(x)
-
-    @cuda.jit(device=True, forceinline=True)
-    def widen_bfloat16(x):
-        return np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
-
-    @cuda.jit(device=True, forceinline=True)
-    def narrow_bfloat16(x):
-        """Round to nearest, ties to even; a NaN stays one."""
-        bits = np.float32(x).view(np.uint32)
-        if x != x:
-            return np.uint16(0x7FC0)
-        return np.uint16((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
-
-    if dtype == "bfloat16":
-        return widen_bfloat16, narrow_bfloat16, real
-    return widen, narrow, real
-
-
-@lru_cache(maxsize=None)
-def tile(config):
-    """The named operations of a tile, shared by all kernels of this file."""
-    THREADS, LANES_M, LANES_N = config.threads, config.lanes_m, config.lanes_n
-    ROWS, COLS, BLOCK_M, BLOCK_N = config.rows, config.cols, config.block_m, config.block_n
-    D_TILE, C_TILE, D_SLICE = config.d_tile, config.c_tile, config.d_slice
-    VECTOR = 16 // config.itemsize  # numbers in one 16-byte load
-    OWN = min(D_SLICE // LANES_N, VECTOR)  # neighbouring output columns of a thread,
-    GROUPS = D_SLICE // LANES_N // OWN  # this many times, LANES_N * OWN apart
-    widen, narrow, REAL = number(config.dtype)
-    ZERO = REAL(0)
-
-    @cuda.jit(device=True, forceinline=True)
-    def thread():
-        """(ty, tx) of this thread in its block."""
-        t = index(cuda.threadIdx.x)
-        return t // LANES_N, t % LANES_N
-
-    @cuda.jit(device=True, forceinline=True)
-    def load(x_smem, x, row0, rows, col0, height, width, factor):
-        """x_smem (height, width) = factor * x[row0:, col0:]; what lies outside is zero, and not read."""
-        t = index(cuda.threadIdx.x)
-        col = t % width
-        for row in range(t // width, height, THREADS // width):
-            value = ZERO
-            if row0 + row < rows and col0 + col < x.shape[1]:
-                value = widen(x[row0 + row, col0 + col]) * factor
-            x_smem[row, col] = value
-
-    @cuda.jit(device=True, forceinline=True)
-    def product_nt(s, a, a_smem, a_row0, a_rows, a_factor, b, b_smem, b_row0, b_rows, b_factor):
-        """s (ROWS, COLS) = this thread's part of (a_factor a) (b_factor b)^T, summed in order of d."""
-        ty, tx = thread()
-        a_frag = cuda.local.array((ROWS, VECTOR), REAL)
-        b_frag = cuda.local.array((COLS, VECTOR), REAL)
-        for i in range(ROWS):
-            for j in range(COLS):
-                s[i, j] = ZERO
-        for d_chunk in range(0, a.shape[1], D_TILE):
-            d0 = index(d_chunk)
-            load(a_smem, a, a_row0, a_rows, d0, BLOCK_M, D_TILE, a_factor)
-            load(b_smem, b, b_row0, b_rows, d0, BLOCK_N, D_TILE, b_factor)
-            cuda.syncthreads()
-            for d_step in range(0, D_TILE, VECTOR):
-                d = index(d_step)
-                for x in range(VECTOR):
-                    for i in range(ROWS):
-                        a_frag[i, x] = a_smem[ty + LANES_M * i, d + x]
-                    for j in range(COLS):
-                        b_frag[j, x] = b_smem[tx + LANES_N * j, d + x]
-                for x in range(VECTOR):
-                    for i in range(ROWS):
-                        for j in range(COLS):
-                            s[i, j] += a_frag[i, x] * b_frag[j, x]
-            cuda.syncthreads()
-
-    @cuda.jit(device=True, forceinline=True)
-    def add_product(acc, p_smem, b, b_smem, row0, rows, slice0, lo, hi, MASKED):
-        """acc (ROWS, GROUPS * OWN) += p b, over columns [slice0, slice0 + D_SLICE) of b.
-
-        In a masked tile row i multiplies only rows [lo[i], hi[i]) of b: a NaN behind the mask stays there.
-        """
-        ty, tx = thread()
-        p_frag = cuda.local.array((ROWS, VECTOR), REAL)
-        b_frag = cuda.local.array((GROUPS, OWN), REAL)
-        for c_chunk in range(0, BLOCK_N, C_TILE):
-            c0 = index(c_chunk)
-            load(b_smem, b, row0 + c0, rows, slice0, C_TILE, D_SLICE, REAL(1))
-            cuda.syncthreads()
-            for c_step in range(0, C_TILE, VECTOR):
-                c = index(c_step)
-                for y in range(VECTOR):
-                    for i in range(ROWS):
-                        p_frag[i, y] = p_smem[ty + LANES_M * i, c0 + c + y]
-                for y in range(VECTOR):
-                    for g in range(GROUPS):
-                        for x in range(OWN):
-                            b_frag[g, x] = b_smem[c + y, OWN * (tx + LANES_N * g) + x]
-                    for i in range(ROWS):
-                        if not MASKED or lo[i] <= row0 + c0 + c + y < hi[i]:
-                            for g in range(GROUPS):
-                                for x in range(OWN):
-                                    acc[i, OWN * g + x] += p_frag[i, y] * b_frag[g, x]
-            cuda.syncthreads()
-
-    @cuda.jit(device=True, forceinline=True)
-    def store(x, row0, rows, slice0, acc, factor):
-        """x[row0:, slice0:] = factor[i] * acc of this thread's rows; rows past `rows` become zero."""
-        ty, tx = thread()
-        for i in range(ROWS):
-            row = row0 + ty + LANES_M * i
-            if row < x.shape[0]:
-                for g in range(GROUPS):
-                    for y in range(OWN):
-                        col = slice0 + OWN * (tx + LANES_N * g) + y
-                        if col < x.shape[1]:
-                            value = factor[i] * acc[i, OWN * g + y] if row < rows else ZERO
-                            x[row, col] = narrow(value)
-
-    @cuda.jit(device=True, forceinline=True)
-    def row_max(x):
-        """The largest x of the LANES_N threads that share a row."""
-        lane = LANES_N // 2
-        while lane > 0:
-            x = max(x, cuda.shfl_xor_sync(0xFFFFFFFF, x, lane))
-            lane //= 2
-        return x
-
-    @cuda.jit(device=True, forceinline=True)
-    def row_sum(x):
-        """The sum of x over the LANES_N threads that share a row."""
-        lane = LANES_N // 2
-        while lane > 0:
-            x += cuda.shfl_xor_sync(0xFFFFFFFF, x, lane)
-            lane //= 2
-        return x
-
-    @cuda.jit(device=True, forceinline=True)
-    def length(lengths, b, seqlen):
-        """Rows of batch entry b that count; an empty `lengths` says all. Device values are not trusted."""
-        if lengths.shape[0] == 0:
-            return seqlen
-        return min(max(lengths[b], 0), seqlen)
-
-    @cuda.jit(device=True, forceinline=True)
-    def coordinates(blocks, slices, heads):
-        """(block, slice, h, b) of this thread block; neighbours share a head, so its keys stay in L2."""
-        rest = index(cuda.blockIdx.x)
-        block = rest % blocks
-        rest //= blocks
-        part = rest % slices
-        rest //= slices
-        return block, part, rest % heads, rest // heads
-
-    return SimpleNamespace(
-        thread=thread,
-        product_nt=product_nt,
-        add_product=add_product,
-        store=store,
-        row_max=row_max,
-        row_sum=row_sum,
-        length=length,
-        coordinates=coordinates,
-    )
-
-
-@lru_cache(maxsize=None)
+@cache
 def make_forward(config):
     """o and lse, by the online recurrence over key tiles."""
-    LANES_M, LANES_N, BLOCK_M, BLOCK_N = config.lanes_m, config.lanes_n, config.block_m, config.block_n
+    LANES_M, LANES_N, BLOCK_M, BLOCK_N = (
+        config.lanes_m,
+        config.lanes_n,
+        config.block_m,
+        config.block_n,
+    )
     ROWS, COLS, C_TILE, D_SLICE = config.rows, config.cols, config.c_tile, config.d_slice
     PITCH, P_PITCH = config.pitch(config.d_tile), config.pitch(BLOCK_N)
     OUT = D_SLICE // LANES_N
@@ -263,7 +81,11 @@ def make_forward(config):
     ZERO, ONE, MINUS_INF = REAL(0), REAL(1), REAL(-np.inf)
     op = tile(config)
     thread, coordinates, length, row_max, row_sum = (
-        op.thread, op.coordinates, op.length, op.row_max, op.row_sum
+        op.thread,
+        op.coordinates,
+        op.length,
+        op.row_max,
+        op.row_sum,
     )
     product_nt, add_product, store = op.product_nt, op.add_product, op.store
 
@@ -345,10 +167,10 @@ def make_forward(config):
             l[i] = ONE / l[i] if seen else ZERO
         store(o[b, :, h], q_row0, q_length, part * D_SLICE, acc, l)
 
-    return kernel("forward", config, forward, *"xxxxrnnfiii")
+    return kernel("forward", config, forward, "xxxxrnnfiii", config.forward_blocks_per_sm)
 
 
-@lru_cache(maxsize=None)
+@cache
 def make_delta(config):
     """delta = sum_d do * o - dlse, one thread a query.
 
@@ -372,16 +194,21 @@ def make_delta(config):
                 total -= dlse[b, h, row]
             out[b, h, row] = total
 
-    return kernel("delta", config, delta, *"xxrr")
+    return kernel("delta", config, delta, "xxrr")
 
 
-@lru_cache(maxsize=None)
+@cache
 def make_backward_dkdv(config):
     """dK and dV: one block owns a tile of keys and walks the queries that see them, head by head.
 
     Rows are keys and columns queries here, so every tile is the transpose of the forward's.
     """
-    LANES_M, LANES_N, BLOCK_M, BLOCK_N = config.lanes_m, config.lanes_n, config.block_m, config.block_n
+    LANES_M, LANES_N, BLOCK_M, BLOCK_N = (
+        config.lanes_m,
+        config.lanes_n,
+        config.block_m,
+        config.block_n,
+    )
     ROWS, COLS, C_TILE, D_SLICE = config.rows, config.cols, config.c_tile, config.d_slice
     PITCH, P_PITCH = config.pitch(config.d_tile), config.pitch(BLOCK_N)
     OUT = D_SLICE // LANES_N
@@ -447,9 +274,7 @@ def make_backward_dkdv(config):
                     p_smem[ty + LANES_M * i, tx + LANES_N * j] = s[i, j]
             # dv += p^T do; dk += ds^T q
             if slice0 < v.shape[3]:
-                add_product(
-                    dv_acc, p_smem, do_h, c_smem, q_row0, q_length, slice0, lo, hi, MASKED
-                )
+                add_product(dv_acc, p_smem, do_h, c_smem, q_row0, q_length, slice0, lo, hi, MASKED)
             for i in range(ROWS):
                 for j in range(COLS):
                     p_smem[ty + LANES_M * i, tx + LANES_N * j] = dp[i, j]
@@ -474,13 +299,18 @@ def make_backward_dkdv(config):
             factor[i] = REAL(scale)
         store(dk[b, :, kv_head], kv_row0, kv_length, slice0, dk_acc, factor)
 
-    return kernel("backward_dkdv", config, backward_dkdv, *"xxxxrrxxnnfiii")
+    return kernel("backward_dkdv", config, backward_dkdv, "xxxxrrxxnnfiii")
 
 
-@lru_cache(maxsize=None)
+@cache
 def make_backward_dq(config):
     """dQ: one block owns a tile of queries and walks its keys, as in the forward."""
-    LANES_M, LANES_N, BLOCK_M, BLOCK_N = config.lanes_m, config.lanes_n, config.block_m, config.block_n
+    LANES_M, LANES_N, BLOCK_M, BLOCK_N = (
+        config.lanes_m,
+        config.lanes_n,
+        config.block_m,
+        config.block_n,
+    )
     ROWS, COLS, C_TILE, D_SLICE = config.rows, config.cols, config.c_tile, config.d_slice
     PITCH, P_PITCH = config.pitch(config.d_tile), config.pitch(BLOCK_N)
     OUT = D_SLICE // LANES_N
@@ -560,4 +390,4 @@ def make_backward_dq(config):
             lse_frag[i] = REAL(scale)
         store(dq[b, :, h], q_row0, q_length, part * D_SLICE, acc, lse_frag)
 
-    return kernel("backward_dq", config, backward_dq, *"xxxxrrxnnfiii")
+    return kernel("backward_dq", config, backward_dq, "xxxxrrxnnfiii")

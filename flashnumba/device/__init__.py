@@ -1,0 +1,1 @@
+"""Named arithmetic that kernels share; control flow and barriers between steps stay with them."""
