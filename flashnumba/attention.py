@@ -198,7 +198,8 @@ def explain(q, k, v, **options):
     if problem.backend == "numpy":
         from flashnumba.kernels import blas
 
-        rows.append(("tiles", blas.describe(problem.q.shape, problem.k.shape, problem.v.shape)))
+        tiling = blas.TILING
+        rows.append(("tiles", f"{tiling.rows} query rows x {tiling.keys} keys, kernels/blas.py"))
     else:
         rows += _explain_simt(problem)
     rows.append(("not stored", f"the dense scores, {dense / 2**20:.1f} MiB"))
