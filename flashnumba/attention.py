@@ -116,7 +116,7 @@ def attention_backward(do, q, k, v, o, lse, *, dlse=None, deterministic=True, **
     deterministic : bool
         Every backend adds in a fixed order, so both values give the same bits every time.
     **options
-        The keywords of `attention` that the forward was called with.
+        The keywords of `attention` that the forward was called with; `return_lse` has no meaning.
 
     Returns
     -------
@@ -129,6 +129,7 @@ def attention_backward(do, q, k, v, o, lse, *, dlse=None, deterministic=True, **
 
     Source: Dao et al., FlashAttention (2022), algorithm 4.
     """
+    options.pop("return_lse", None)
     problem = prepare(q, k, v, **options)
     with _resources(problem):
         here = _resident(problem)
@@ -183,6 +184,7 @@ def explain(q, k, v, **options):
     Explanation
         Prints as a short report.
     """
+    options.pop("return_lse", None)
     problem = prepare(q, k, v, **options)
     batch, seqlen_q, heads_q, head_dim = problem.q.shape
     seqlen_kv, heads_kv, head_dim_v = problem.v.shape[1:]
@@ -224,7 +226,8 @@ class Explanation:
 
 
 def _explain_simt(problem):
-    config = _config(problem)
+    with arrays.device_of(problem.q):
+        config = _config(problem)
     yield (
         "tiles",
         (
@@ -309,8 +312,8 @@ def _backward(p, do, o, lse, dlse):
 
 
 def _config(p):
-    simulated = p.backend == "simulator"
-    return choose_simt(p.dtype, p.q.shape[3], p.v.shape[3], simulated)
+    cc = runtime.compute_capability() if p.backend == "simt" else None
+    return choose_simt(p.dtype, p.q.shape[3], p.v.shape[3], cc)
 
 
 def _kernel(name, config):

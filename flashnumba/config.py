@@ -72,13 +72,14 @@ class SimtConfig:
 
 
 @cache
-def choose_simt(dtype, head_dim, head_dim_v, simulated=False):
+def choose_simt(dtype, head_dim, head_dim_v, cc):
     """The tile configuration of the SIMT kernels for one problem.
 
-    Every choice stays under 48 KB of static shared memory, which any CUDA GPU has.
+    `cc` is the GPU's compute capability, (9, 0) for example, or None for the simulator. Every
+    choice stays under 48 KB of static shared memory, which any CUDA GPU has.
     """
     width = max(head_dim, head_dim_v)
-    if simulated:
+    if cc is None:
         # Python runs about 2 million multiply-adds a second: tiles of 16 x 16 keep the padding of
         # short sequences cheap, while 64 threads are still two warps and miss a barrier visibly.
         return SimtConfig(dtype, 8, 8, 2, 2, d_tile=16, d_slice=16 if width <= 16 else 32)
@@ -90,5 +91,7 @@ def choose_simt(dtype, head_dim, head_dim_v, simulated=False):
     #   16 x 16, 4 x 4, 1 block    16.9  11.6        8 x 16, 8 x 4, 2 blocks    21.6  spills
     #   16 x 16, 4 x 4, 2 blocks   21.0  spills      16 x 8, 4 x 8, 2 blocks    21.0  spills
     #   16 x 16, 4 x 2, 2 blocks   17.6  spills      16 x 16, 4 x 4, d_tile 16  19.5  spills
-    # Two blocks leave 128 registers: enough for the forward up to 64 columns, not for the backward.
-    return SimtConfig(dtype, 16, 16, 4, 4, d_tile, d_slice, 2 if d_slice <= 64 else 1)
+    # Two blocks leave 128 registers: enough for the forward up to 64 columns on sm_90, where others
+    # spill 8 to 56 bytes, and not for the backward.
+    two_fit = cc == (9, 0) and d_slice <= 64
+    return SimtConfig(dtype, 16, 16, 4, 4, d_tile, d_slice, 2 if two_fit else 1)

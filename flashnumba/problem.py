@@ -91,8 +91,8 @@ class Problem:
     def to_rows(self, name, x, shape):
         """A gradient or result the caller passed back, as a (batch, seqlen, heads, dim) view."""
         x = self._companion(name, x)
-        full = _four_axes(x, self.layout) if x.ndim == self.ndim else x
-        if full.ndim != 4 or full.shape != shape:
+        full = _four_axes(x, self.layout) if x.ndim == self.ndim else None
+        if full is None or full.shape != shape:
             raise ValueError(
                 f"{name}.shape={x.shape} must be that of the output, {self._user(shape)}"
             )
@@ -139,7 +139,7 @@ class Problem:
     def _to_caller(self, x):
         if arrays.library(x) == "cupy" and arrays.library(self.like) == "numpy":
             return x.get()
-        return arrays.give_back(x, self.like)
+        return arrays.importer(self.like)(x)
 
 
 def prepare(
@@ -158,10 +158,11 @@ def prepare(
 ):
     """Check everything the caller gave and return the `Problem`; nothing is allocated before."""
     _refuse(not_built)
-    if layout not in LAYOUTS:
+    if not (isinstance(layout, str) and layout in LAYOUTS):
         raise ValueError(f"{layout=} must be one of {LAYOUTS}")
     like = q
     q, k, v = (arrays.accept(n, x) for n, x in (("q", q), ("k", k), ("v", v)))
+    arrays.importer(like)
     _check_kinds(q, k, v)
     _check_shapes(q, k, v, layout)
     ndim = q.ndim
@@ -188,7 +189,7 @@ def _refuse(options):
     for name, value in options.items():
         if name not in NOT_BUILT:
             raise TypeError(f"attention got an unexpected keyword argument {name!r}")
-        if name == "dropout" and not 0 <= value < 1:
+        if name == "dropout" and not (isinstance(value, numbers.Real) and 0 <= value < 1):
             raise ValueError(f"dropout={value!r} must be at least 0 and below 1")
         unset = NOT_BUILT[name]
         if value is not unset and not (isinstance(value, (float, int, tuple)) and value == unset):
@@ -252,7 +253,8 @@ def _four_axes(x, layout):
 
 def _mask(causal, window):
     """(left, right, upper_left) of `causal` and `window` together."""
-    if not (isinstance(causal, (bool, np.bool_)) or causal == "upper_left"):
+    named = isinstance(causal, str) and causal == "upper_left"
+    if not (isinstance(causal, (bool, np.bool_)) or named):
         raise ValueError(f'{causal=} must be True (lower right), False or "upper_left"')
     pair = (None, None) if window is None else window
     if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
@@ -263,7 +265,7 @@ def _mask(causal, window):
         if not isinstance(side, numbers.Integral) or isinstance(side, bool) or side < 0:
             raise ValueError(f"{window=} must hold integers of at least 0, or None for unbounded")
     left, right = (UNBOUNDED if side is None else min(int(side), UNBOUNDED) for side in pair)
-    return left, 0 if causal else right, isinstance(causal, str)
+    return left, 0 if causal else right, named
 
 
 def _scale(scale, head_dim):
@@ -271,9 +273,13 @@ def _scale(scale, head_dim):
         return 1 / math.sqrt(head_dim)
     if not isinstance(scale, numbers.Real) or isinstance(scale, bool):
         raise TypeError(f"scale must be a real number, not {type(scale).__name__}")
-    if not math.isfinite(scale):
+    try:
+        value = float(scale)
+    except OverflowError:
+        value = math.inf
+    if not math.isfinite(value):
         raise ValueError(f"{scale=} must be finite")
-    return float(scale)
+    return value
 
 
 def _lengths(name, lengths, x, seqlen_name):
@@ -281,10 +287,15 @@ def _lengths(name, lengths, x, seqlen_name):
     if lengths is None:
         return None
     batch, seqlen = x.shape[:2]
-    if not isinstance(lengths, (int, list, tuple)):
-        lengths = arrays.accept(name, lengths)
-    xp = np if isinstance(lengths, (int, list, tuple)) else arrays.module(lengths)
-    lengths = xp.atleast_1d(xp.asarray(lengths))
+    if isinstance(lengths, (numbers.Integral, list, tuple)):
+        try:
+            lengths = np.array(lengths, ndmin=1)
+        except ValueError as error:
+            raise TypeError(f"{name} must be one integer a batch entry: {error}") from error
+        lengths = lengths.astype(np.int64) if lengths.size == 0 else lengths
+    lengths = arrays.accept(name, lengths)
+    xp = arrays.module(lengths)
+    lengths = xp.atleast_1d(lengths)
     if lengths.dtype.kind not in "iu":
         raise TypeError(f"{name} must hold integers, not {lengths.dtype}")
     if lengths.shape != (batch,):
@@ -303,7 +314,7 @@ def _lengths(name, lengths, x, seqlen_name):
 
 
 def _backend(backend, kind):
-    if backend is not None and backend not in BACKENDS:
+    if backend is not None and not (isinstance(backend, str) and backend in BACKENDS):
         raise ValueError(f"{backend=} must be one of {BACKENDS}, or None to choose")
     if kind == "cupy":
         if backend in ("numpy", "simulator"):

@@ -211,9 +211,9 @@ def _forward(q, k, v, scale, mask, rounded):
     s = rounded(q @ T(k))
     s = rounded(scale * s)
     s = xp.where(mask, s, -INF)
-    p, lse = softmax(s)
-    p = rounded(p)
     seen = s != -INF
+    p, lse = softmax(s)
+    p = rounded(xp.where(seen, p, 0))  # a row of NaN is NaN only where it sees
     o = rounded(weighted(p, v, seen))
     return p, seen, o, lse
 

@@ -170,6 +170,7 @@ def _write(path, cubin):
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(checksum + b"\n" + header + b"\n" + code)
+            os.chmod(temporary, 0o644)  # others may share the folder
             os.replace(temporary, path)
         except OSError:
             os.unlink(temporary)
@@ -196,6 +197,21 @@ def gpu_problem():
 def gpu_available():
     """Whether CuPy is installed and sees a GPU."""
     return gpu_problem() is None
+
+
+def compute_capability():
+    """(major, minor) of CuPy's current device."""
+    import cupy
+
+    return _capability_of(cupy.cuda.runtime.getDevice())
+
+
+@cache
+def _capability_of(device):
+    import cupy
+
+    digits = cupy.cuda.Device(device).compute_capability
+    return int(digits[:-1]), int(digits[-1])
 
 
 _loaded = {}  # (kernel, device) -> CuPy function: the steady state is one look-up here
@@ -230,8 +246,7 @@ def load(kernel):
     """(CuPy function, Cubin) of a kernel on the current device, through the disk cache."""
     import cupy
 
-    capability = cupy.cuda.Device().compute_capability
-    cubin = cached_cubin(kernel, (int(capability[:-1]), int(capability[-1])))
+    cubin = cached_cubin(kernel, compute_capability())
     module = cupy.cuda.function.Module()
     module.load(cubin.code)
     return module.get_function(cubin.entry), cubin

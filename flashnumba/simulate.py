@@ -28,7 +28,7 @@ class Deadlock(RuntimeError):
 
 
 class SimulatorError(RuntimeError):
-    """A simulated kernel broke a rule of the machine, such as two barriers met at once."""
+    """A simulated kernel broke a rule of the machine."""
 
 
 def launch(kernel, grid, args, seed=None):
@@ -53,9 +53,13 @@ def launch(kernel, grid, args, seed=None):
     args = [as_argument(x, t) for x, t in zip(args, kernel.signature.args, strict=True)]
     python = as_python(kernel.function, {})
     order = None if seed is None else random.Random(seed)
-    with np.errstate(all="ignore"):
-        for index in range(grid):
-            Block(index, grid, kernel.threads, order).run(lambda: python(*args))
+
+    def body():
+        with np.errstate(all="ignore"):  # each greenlet has a context of its own
+            python(*args)
+
+    for index in range(grid):
+        Block(index, grid, kernel.threads, order).run(body)
 
 
 def as_argument(x, kind):
@@ -204,6 +208,11 @@ def as_python(fn, memo):
         names = dict(fn.__globals__)
         cells = tuple(CellType(rebind(c.cell_contents)) for c in fn.__closure__ or ())
         memo[fn] = FunctionType(fn.__code__, names, fn.__name__, fn.__defaults__, cells or None)
-        names.update({n: rebind(names[n]) for n in fn.__code__.co_names if n in names})
-        names.update({n: rebind(names[n]) for n in ("cuda", "math") if n in names})
+        names.update({n: rebind(names[n]) for n in names_in(fn.__code__) if n in names})
     return memo[fn]
+
+
+def names_in(code):
+    """The global names that a function or its inner functions use."""
+    inner = (names_in(c) for c in code.co_consts if hasattr(c, "co_names"))
+    return set(code.co_names).union(*inner)

@@ -7,24 +7,19 @@
 Both are warmed up, then timed in turn, round by round, so that a busy machine slows both; the
 table shows medians. Peak memory is what NumPy allocates beyond the inputs, results included
 (tracemalloc).
-Errors are relative to float64 on some rows: max|got - exact| / max|exact|, of o and of dq.
-
-FLOPs: a forward pass multiplies q k^T and p v, 2 M N D each; a backward pass five such products.
-A causal mask halves what is counted.
+Errors are relative to float64 on some rows: |got - exact| / |exact| in the 2-norm, of o and of dq.
 """
 
 import argparse
-import csv
-import os
-import platform
 import statistics
 import time
 import tracemalloc
-from datetime import date
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import records
+from dense import dense_backward, dense_forward
 from tqdm import tqdm
 
 from flashnumba.kernels import blas
@@ -36,49 +31,7 @@ DTYPES = {
     "float32": np.float32,
     "float64": np.float64,
 }
-COLUMNS = (
-    "pass dtype head_dim heads_q heads_kv batch seqlen mask variant implementation ms tflops error "
-    "gpu driver versions date peak_mib"
-).split()
 LONG = 32768
-
-
-def by_head(x):
-    """(B, S, H, D) -> (B, H, S, D), contiguous, in the compute type."""
-    return np.ascontiguousarray(x.swapaxes(1, 2), blas.compute_type(x.dtype))
-
-
-def dense_probabilities(q, k, scale, causal):
-    """All of softmax(scale q k^T), in place after the product."""
-    s = np.matmul(q * q.dtype.type(scale), k.swapaxes(-1, -2))
-    if causal:
-        n = np.arange(s.shape[-1])
-        np.copyto(s, -np.inf, where=n > n[:, None])
-    s -= s.max(axis=-1, keepdims=True)
-    np.exp(s, out=s)
-    s /= s.sum(axis=-1, keepdims=True)
-    return s
-
-
-def dense_forward(q, k, v, scale, causal):
-    """o, in the inputs' type."""
-    p = dense_probabilities(by_head(q), by_head(k), scale, causal)
-    return (np.matmul(p, by_head(v)).swapaxes(1, 2).astype(q.dtype),)
-
-
-def dense_backward(do, q, k, v, o, scale, causal):
-    """dq, dk, dv from recomputed probabilities."""
-    dtype = q.dtype
-    do, q, k, v, o = (by_head(x) for x in (do, q, k, v, o))
-    p = dense_probabilities(q, k, scale, causal)
-    dv = np.matmul(p.swapaxes(-1, -2), do)
-    ds = np.matmul(do, v.swapaxes(-1, -2))
-    ds -= (do * o).sum(axis=-1, keepdims=True)
-    ds *= p
-    dq, dk = np.matmul(ds, k), np.matmul(ds.swapaxes(-1, -2), q)
-    dq *= q.dtype.type(scale)
-    dk *= q.dtype.type(scale)
-    return tuple(x.swapaxes(1, 2).astype(dtype) for x in (dq, dk, dv))
 
 
 def exact_rows(do, q, k, v, scale, causal, rows):
@@ -95,7 +48,8 @@ def exact_rows(do, q, k, v, scale, causal, rows):
 
 
 def relative_error(got, exact, rows):
-    return float(np.abs(got[0, rows, 0].astype(np.float64) - exact).max() / np.abs(exact).max())
+    difference = got[0, rows, 0].astype(np.float64) - exact
+    return float(np.linalg.norm(difference) / np.linalg.norm(exact))
 
 
 def timed(function):
@@ -125,7 +79,7 @@ def measure(args):
     o, lse = blas.forward(q, k, v, scale=scale, **mask)
     runs = {
         ("forward", "flashnumba-numpy"): lambda: blas.forward(q, k, v, scale=scale, **mask),
-        ("forward", "numpy-dense"): lambda: dense_forward(q, k, v, scale, args.causal),
+        ("forward", "numpy-dense"): lambda: (dense_forward(q, k, v, scale, args.causal),),
         ("backward", "flashnumba-numpy"): lambda: blas.backward(
             do, None, q, k, v, o, lse, scale=scale, **mask
         ),
@@ -151,56 +105,25 @@ def measure(args):
     return results
 
 
-def flops(args, which):
-    products = 2 if which == "forward" else 5
-    pairs = args.batch * args.heads * args.seqlen**2 * (0.5 if args.causal else 1)
-    return products * 2 * pairs * args.head_dim
-
-
 def record(args, key, result):
     """A row of the CSV."""
     which, implementation = key
-    seconds = statistics.median(result["seconds"])
-    return {
-        "pass": which,
-        "dtype": args.dtype,
-        "head_dim": args.head_dim,
-        "heads_q": args.heads,
-        "heads_kv": args.heads,
-        "batch": args.batch,
-        "seqlen": args.seqlen,
-        "mask": "causal" if args.causal else "full",
-        "variant": "",
-        "implementation": implementation,
-        "ms": f"{seconds * 1e3:.4g}",
-        "tflops": f"{flops(args, which) / seconds / 1e12:.4g}",
-        "error": f"{result['error']:.3g}",
-        "gpu": f"{cpu_name()}, {os.cpu_count()} cores",
-        "driver": "",
-        "versions": f"numpy {np.__version__}, python {platform.python_version()}",
-        "date": date.today().isoformat(),
-        "peak_mib": f"{result['peak_mib']:.1f}",
-    }
-
-
-def cpu_name():
-    """The processor's own name where the system tells it."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def save(path, records):
-    """Append to a CSV; a new file gets the header."""
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        if new:
-            writer.writeheader()
-        writer.writerows(records)
+    ms = statistics.median(result["seconds"]) * 1e3
+    mask = "causal" if args.causal else "full"
+    return records.row(
+        which,
+        args.dtype,
+        args.heads,
+        args.head_dim,
+        args.batch,
+        args.seqlen,
+        mask,
+        implementation,
+        ms,
+        result["error"],
+        result["peak_mib"],
+        records.cpu(),
+    )
 
 
 def main():
@@ -219,14 +142,14 @@ def main():
     if args.rounds is None:
         args.rounds = 0 if args.long else 5
 
-    records = [record(args, key, result) for key, result in measure(args).items()]
+    rows = [record(args, key, result) for key, result in measure(args).items()]
     print(
-        f"{records[0]['gpu']}; {records[0]['versions']}\n{args.dtype}, {records[0]['mask']}, "
+        f"{rows[0]['gpu']}; {rows[0]['versions']}\n{args.dtype}, {rows[0]['mask']}, "
         f"B{args.batch} H{args.heads} S{args.seqlen} D{args.head_dim}, {args.rounds} rounds\n"
     )
     header = ("seconds", "TFLOP/s", "peak MiB", "error")
     print(f"{'pass':10}{'implementation':18}" + "".join(f"{name:>10}" for name in header))
-    for r in records:
+    for r in rows:
         print(
             f"{r['pass']:10}{r['implementation']:18}{float(r['ms']) / 1e3:10.3f}{r['tflops']:>10}"
             f"{r['peak_mib']:>10}{r['error']:>10}"
@@ -236,7 +159,7 @@ def main():
         scores = args.batch * args.heads * args.seqlen**2 * itemsize / 2**30
         print(f"\ndense scores: {scores:.1f} GiB forward, {2 * scores:.1f} GiB backward")
     if args.save:
-        save(args.save, records)
+        records.save(args.save, rows)
 
 
 if __name__ == "__main__":

@@ -88,8 +88,8 @@ def assert_right(got, q, k, v, do=None, dlse=None, **options):
         "attention_backward", "low_precision_backward", (do, q, k, v), dlse=dlse, **mask
     )
     for name, (exact, low) in zip(("dq", "dk", "dv"), results, strict=True):
-        # The baseline keeps p; a recomputed p = exp(s - lse) has an error of eps |lse| more, half of
-        # it from storing lse, half from subtracting it.
+        # The baseline keeps p; a recomputed p = exp(s - lse) has an error of eps |lse| more, half
+        # of it from storing lse, half from subtracting it.
         more = eps(got.lse.dtype) * largest * np.abs(exact).max(initial=0)
         low = low + np.copysign(more, low - exact)
         assert_within_rule(getattr(got, name), exact, low, q.dtype, name)
@@ -98,8 +98,8 @@ def assert_right(got, q, k, v, do=None, dlse=None, **options):
 def exact_and_low(exact, low, inputs, dlse=None, **options):
     """Pairs of a result in float64 and in the inputs' dtype, by these two functions of `reference`.
 
-    No result is more exact than float64, so there the baseline's error is the one that float32 makes,
-    scaled by the ratio of their eps.
+    No result is more exact than float64, so there the baseline's error is the one that float32
+    makes, scaled by the ratio of their eps.
     """
     exact, low = getattr(reference, exact), getattr(reference, low)
 

@@ -1,8 +1,8 @@
 """Cases that hurt users of other attention libraries, each with its one right answer.
 
-A docstring names the issue that the case comes from: FA is Dao-AILab/flash-attention, FI FlashInfer,
-PT PyTorch, XF xFormers; cuDNN-FE and transformers speak for themselves. A number is missing where
-the feature is. The simulator runs the same cases on smaller sizes, still off every tile.
+A docstring names the issue that the case comes from: FA is Dao-AILab/flash-attention, FI
+FlashInfer, PT PyTorch, XF xFormers; cuDNN-FE and transformers speak for themselves. A number is
+missing where the feature is. The simulator runs the same cases on smaller sizes, off every tile.
 """
 
 import functools
@@ -212,7 +212,9 @@ def test_case_09_an_empty_batch(backend):
 
 def test_case_10_lse_of_padded_rows(backend):
     """PT 134650: -inf, not 0, for padded queries and for queries whose keys are all padding."""
-    got = run(backend, *arrays_of(problem(4, 4, batch=3)), q_lengths=[4, 2, 4], kv_lengths=[4, 4, 0])
+    got = run(
+        backend, *arrays_of(problem(4, 4, batch=3)), q_lengths=[4, 2, 4], kv_lengths=[4, 4, 0]
+    )
     assert np.array_equal(np.isfinite(got.lse[:, 0]).sum(axis=1), [4, 2, 0])
     assert (got.lse[1, 0, 2:] == -INF).all() and (got.lse[2] == -INF).all()
 
@@ -306,21 +308,21 @@ def check_repeated(backend, p, batch, **options):
 def test_case_19_a_batch_beyond_65535(backend):
     """XF 845: batch 65536, 16 tokens, head_dim 80 (16 on the CPU): more than a grid's y and z."""
     dim = size(backend, 80 if backend == "gpu" else 16, 40)
-    p = problem(16, 16, batch=3, dim=dim, dtype="float16")
-    check_repeated(backend, p, size(backend, 65536, 5))
+    p = problem(16, 16, batch=2, dim=dim, dtype="float16")
+    check_repeated(backend, p, size(backend, 65536, 3))
 
 
 def test_case_20_backward_of_a_large_batch(backend):
     """FA 1500: batch 15,000, causal, backward."""
     seqlen, dim = {"gpu": (37, 64), "numpy": (19, 16), "simulator": (5, 8)}[backend]
     p = problem(seqlen, seqlen, batch=7, heads=2, heads_kv=1, dim=dim)
-    check_repeated(backend, p, size(backend, 15000, 12), causal=True)
+    check_repeated(backend, p, size(backend, 15000, 9), causal=True)
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_case_21_more_than_2_to_the_31_numbers():
-    """FA 767: the first and the last rows of a q of more than 2**31 elements, and their gradients."""
+    """FA 767: the first and the last rows of a q of more than 2**31 elements, with gradients."""
     import cupy
 
     seqlen, heads, dim, edge = 8200, 4096, 64, 5
@@ -330,16 +332,15 @@ def test_case_21_more_than_2_to_the_31_numbers():
         pytest.skip("needs 24 GiB of free GPU memory")
     p = problem(2 * edge, 9, heads=heads, dim=dim, dtype="float16")
     q, do = (cupy.zeros(shape, np.float16) for _ in range(2))
-    ends = [*range(edge), *range(seqlen - edge, seqlen)]
     for x, rows in ((q, p.q), (do, p.do)):
-        x[:, ends] = cupy.asarray(rows)
+        x[:, :edge], x[:, -edge:] = cupy.asarray(rows[:, :edge]), cupy.asarray(rows[:, edge:])
     k, v = cupy.asarray(p.k), cupy.asarray(p.v)
     (o, lse), pullback = fn.attention_vjp(q, k, v, return_lse=True)
     dq, dk, dv = pullback(do)
-    found = (o[:, ends], lse[:, :, ends], dq[:, ends], dk, dv)
-    got = SimpleNamespace()
-    for name, x in zip(RESULTS, found, strict=True):
-        setattr(got, name, x.get())
+    o, dq = (cupy.concatenate((x[:, :edge], x[:, -edge:]), axis=1) for x in (o, dq))
+    lse = cupy.concatenate((lse[..., :edge], lse[..., -edge:]), axis=2)
+    found = zip(RESULTS, (o, lse, dq, dk, dv), strict=True)
+    got = SimpleNamespace(**{name: x.get() for name, x in found})
     assert_right(got, p.q, p.k, p.v, p.do)
 
 
@@ -357,13 +358,13 @@ def test_case_22_one_key_gives_no_gradient_to_q(backend):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_case_23_large_inputs(backend, dtype):
     """FA 1052: S 1024, D 128, inputs times 3, causal: softmax is sharp, gradients are large."""
-    seqlen, dim = size(backend, (1024, 128), (37, 40))
+    seqlen, dim = size(backend, (1024, 128), (21, 33))
     p = problem(seqlen, seqlen, dim=dim, dtype=dtype, factor=3)
     assert_finite(check(backend, p, dlse=False, causal=True))
 
 
 def test_case_24_one_key_for_many_queries(backend):
-    """FA 443: sequences of 76, 34 and 146 queries and one key each, causal: only the last sees it."""
+    """FA 443: sequences of 76, 34 and 146 queries and one key each, causal: the last sees it."""
     lengths = size(backend, [76, 34, 146], [19, 9, 37])
     p = problem(max(lengths), 1, batch=3, heads=2, dim=32)
     options = {"q_lengths": lengths, "kv_lengths": [1, 1, 1], "causal": True}
@@ -383,7 +384,7 @@ def test_case_25_a_sequence_without_queries(backend):
 
 
 def test_case_26_every_input_is_1000(backend):
-    """FA 41: scores past float16's largest number: o is v, dq and dk are 0; the baseline overflows."""
+    """FA 41: scores past float16's largest number: o is v, dq and dk 0; the baseline overflows."""
     p = problem(21, 19, dtype="float16", factor=0)
     for x in (p.q, p.k, p.v, p.do):
         x += 1000
@@ -529,7 +530,7 @@ def test_case_37_the_same_bits_again(backend, monkeypatch):
     p = problem(*size(backend, (333, 517), (20, 37)), heads=2, heads_kv=1, dtype="float16")
     expected = run_problem(backend, p, causal=True)
     launch = simulate.launch
-    for seed in range({"gpu": 50, "numpy": 10, "simulator": 3}[backend]):
+    for seed in range({"gpu": 50, "numpy": 5, "simulator": 3}[backend]):
         monkeypatch.setattr(simulate, "launch", functools.partial(launch, seed=seed))
         assert_same_bits(run_problem(backend, p, causal=True), expected)
 

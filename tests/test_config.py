@@ -1,4 +1,4 @@
-"""Every tile configuration that can be chosen keeps what the loops of kernels/simt.py rely on."""
+"""Every tile configuration that can be chosen is one that kernels/simt.py can work with."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ def choices():
     for simulated in (False, True):
         for dtype in DTYPES:
             for width in WIDTHS:
-                config = choose_simt(dtype, width, width, simulated)
+                config = choose_simt(dtype, width, width, None if simulated else (9, 0))
                 where = "simulated" if simulated else "gpu"
                 found.setdefault((config, simulated), f"{where}-{dtype}-{config.d_slice}")
     return [pytest.param(*key, id=name) for key, name in found.items()]
@@ -33,6 +33,8 @@ def test_a_block_fits_every_gpu(config, simulated):
     assert config.shared_bytes <= 48 * 1024
     assert config.threads % 32 == 0 and 64 <= config.threads <= 1024
     assert config.threads * 255 <= 65536  # so a thread may have all registers it can name
+    assert config.forward_blocks_per_sm >= 1
+    assert config.threads * config.forward_blocks_per_sm <= 1024  # what sm_75 holds
 
 
 @each_choice
@@ -58,11 +60,12 @@ def test_rows_start_at_16_bytes_and_in_different_banks(config, simulated):
 
 
 @each_choice
-def test_load_covers_a_tile_without_gaps(config, simulated):
-    """`load` gives each thread one column and steps threads // width rows: it must come out even."""
-    for width in (config.d_tile, config.d_slice):
-        assert config.threads >= width
+def test_a_tile_is_loaded_without_gaps(config, simulated):
+    """`load`: one column a thread, threads // width rows apart, as often as the tile needs."""
+    shapes = [(config.block_m, config.d_tile), (config.block_n, config.d_tile)]
+    for height, width in (*shapes, (config.c_tile, config.d_slice)):
         assert config.threads % width == 0
+        assert height * width >= config.threads and height * width % config.threads == 0
 
 
 @each_choice
@@ -97,7 +100,7 @@ def test_every_width_has_a_slice_that_wastes_less_than_half(dtype, simulated):
     """One slice wherever one is enough, none larger than needed, for every width from 1 up."""
     largest = 32 if simulated else 128
     for width in WIDTHS:
-        config = choose_simt(dtype, width, width, simulated)
+        config = choose_simt(dtype, width, width, None if simulated else (9, 0))
         slices = -(-width // config.d_slice)
         assert slices * config.d_slice >= width
         assert slices == 1 or config.d_slice == largest
@@ -109,15 +112,15 @@ def test_every_width_has_a_slice_that_wastes_less_than_half(dtype, simulated):
 def test_the_wider_head_dimension_decides(dtype):
     """head_dim and head_dim_v share one configuration, so it fits the larger of both."""
     for narrow, wide in ((1, 17), (16, 33), (64, 65), (1, 512)):
-        expected = choose_simt(dtype, wide, wide)
-        assert choose_simt(dtype, narrow, wide) == expected
-        assert choose_simt(dtype, wide, narrow) == expected
-    assert choose_simt(dtype, 16, 16) != choose_simt(dtype, 16, 17)
+        expected = choose_simt(dtype, wide, wide, (8, 0))
+        assert choose_simt(dtype, narrow, wide, (8, 0)) == expected
+        assert choose_simt(dtype, wide, narrow, (8, 0)) == expected
+    assert choose_simt(dtype, 16, 16, (9, 0)) != choose_simt(dtype, 16, 17, (9, 0))
 
 
 def test_a_configuration_is_a_frozen_value():
     """Equal fields are equal and hash alike, so a kernel is made once; nothing can be changed."""
-    config = choose_simt("float32", 64, 64)
+    config = choose_simt("float32", 64, 64, (9, 0))
     twin = SimtConfig(**dataclasses.asdict(config))
     assert twin == config and hash(twin) == hash(config)
     assert simt.make_delta(twin) is simt.make_delta(config)

@@ -68,26 +68,16 @@ def kernel(name, config, function, arguments, blocks_per_sm=1):
 @cache
 def make_forward(config):
     """o and lse, by the online recurrence over key tiles."""
-    LANES_M, LANES_N, BLOCK_M, BLOCK_N = (
-        config.lanes_m,
-        config.lanes_n,
-        config.block_m,
-        config.block_n,
-    )
-    ROWS, COLS, C_TILE, D_SLICE = config.rows, config.cols, config.c_tile, config.d_slice
-    PITCH, P_PITCH = config.pitch(config.d_tile), config.pitch(BLOCK_N)
-    OUT = D_SLICE // LANES_N
+    LANES_M, ROWS, BLOCK_M = config.lanes_m, config.rows, config.block_m
+    LANES_N, COLS, BLOCK_N = config.lanes_n, config.cols, config.block_n
+    C_TILE, D_SLICE, OUT = config.c_tile, config.d_slice, config.d_slice // config.lanes_n
+    PITCH, P_PITCH = config.pitch(config.d_tile), config.pitch(config.block_n)
     REAL = number(config.dtype)[2]
     ZERO, ONE, MINUS_INF = REAL(0), REAL(1), REAL(-np.inf)
     op = tile(config)
-    thread, coordinates, length, row_max, row_sum = (
-        op.thread,
-        op.coordinates,
-        op.length,
-        op.row_max,
-        op.row_sum,
-    )
+    thread, coordinates, length = op.thread, op.coordinates, op.length
     product_nt, add_product, store = op.product_nt, op.add_product, op.store
+    row_max, row_sum = op.row_max, op.row_sum
 
     def forward(q, k, v, o, lse, q_lengths, kv_lengths, scale, left, right, upper_left):
         q_smem = cuda.shared.array((BLOCK_M, PITCH), REAL, alignment=16)
@@ -203,15 +193,10 @@ def make_backward_dkdv(config):
 
     Rows are keys and columns queries here, so every tile is the transpose of the forward's.
     """
-    LANES_M, LANES_N, BLOCK_M, BLOCK_N = (
-        config.lanes_m,
-        config.lanes_n,
-        config.block_m,
-        config.block_n,
-    )
-    ROWS, COLS, C_TILE, D_SLICE = config.rows, config.cols, config.c_tile, config.d_slice
-    PITCH, P_PITCH = config.pitch(config.d_tile), config.pitch(BLOCK_N)
-    OUT = D_SLICE // LANES_N
+    LANES_M, ROWS, BLOCK_M = config.lanes_m, config.rows, config.block_m
+    LANES_N, COLS, BLOCK_N = config.lanes_n, config.cols, config.block_n
+    C_TILE, D_SLICE, OUT = config.c_tile, config.d_slice, config.d_slice // config.lanes_n
+    PITCH, P_PITCH = config.pitch(config.d_tile), config.pitch(config.block_n)
     REAL = number(config.dtype)[2]
     ZERO, ONE, MINUS_INF = REAL(0), REAL(1), REAL(-np.inf)
     op = tile(config)
@@ -305,15 +290,10 @@ def make_backward_dkdv(config):
 @cache
 def make_backward_dq(config):
     """dQ: one block owns a tile of queries and walks its keys, as in the forward."""
-    LANES_M, LANES_N, BLOCK_M, BLOCK_N = (
-        config.lanes_m,
-        config.lanes_n,
-        config.block_m,
-        config.block_n,
-    )
-    ROWS, COLS, C_TILE, D_SLICE = config.rows, config.cols, config.c_tile, config.d_slice
-    PITCH, P_PITCH = config.pitch(config.d_tile), config.pitch(BLOCK_N)
-    OUT = D_SLICE // LANES_N
+    LANES_M, ROWS, BLOCK_M = config.lanes_m, config.rows, config.block_m
+    LANES_N, COLS, BLOCK_N = config.lanes_n, config.cols, config.block_n
+    C_TILE, D_SLICE, OUT = config.c_tile, config.d_slice, config.d_slice // config.lanes_n
+    PITCH, P_PITCH = config.pitch(config.d_tile), config.pitch(config.block_n)
     REAL = number(config.dtype)[2]
     ZERO, ONE, MINUS_INF = REAL(0), REAL(1), REAL(-np.inf)
     op = tile(config)
