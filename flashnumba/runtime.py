@@ -81,6 +81,7 @@ def compile_kernel(kernel, cc):
         link_time_optimization=True,
         verbose=True,
         ptxas_options=["-v"],
+        no_cache=True,  # what nvJitLink finds in its own cache comes without a report
     )
     linker = Linker(ObjectCode.from_ltoir(ltoir), options=options)
     code = bytes(linker.link("cubin").code)

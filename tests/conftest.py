@@ -7,7 +7,9 @@ import pytest
 
 from flashnumba import runtime
 
-# A cache of the test session's own; a fixture would come after modules were imported.
+# Before the workers of pytest-xdist start, which inherit it: one cache of compiled kernels for all of
+# them, and one BLAS thread each, since as many workers as cores would otherwise fight over them.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("FLASHNUMBA_CACHE_DIR", tempfile.mkdtemp(prefix="flashnumba-test-"))
 
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)
