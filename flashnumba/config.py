@@ -16,7 +16,6 @@ class Kernel:
     function: Callable
     signature: object
     threads: int
-    blocks_per_sm: int = 1  # the compiler keeps registers low enough for this many
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,6 @@ class SimtConfig:
     cols: int
     d_tile: int
     d_slice: int
-    forward_blocks_per_sm: int = 1
 
     @property
     def threads(self):
@@ -87,11 +85,11 @@ def choose_simt(dtype, head_dim, head_dim_v, cc):
     d_slice = next(size for size in (16, 32, 64, 128) if width <= size or size == 128)
     if dtype == "float64":
         return SimtConfig(dtype, 16, 16, 2, 2, d_tile, d_slice)
-    # H200, float32, D 64, T 4096, TFLOP/s forward and backward, by lanes, entries and blocks an SM:
-    #   16 x 16, 4 x 4, 1 block    16.9  11.6        8 x 16, 8 x 4, 2 blocks    21.6  spills
-    #   16 x 16, 4 x 4, 2 blocks   21.0  spills      16 x 8, 4 x 8, 2 blocks    21.0  spills
-    #   16 x 16, 4 x 2, 2 blocks   17.6  spills      16 x 16, 4 x 4, d_tile 16  19.5  spills
-    # Two blocks leave 128 registers: enough for the forward up to 64 columns on sm_90, where others
-    # spill 8 to 56 bytes, and not for the backward.
-    two_fit = cc == (9, 0) and d_slice <= 64
-    return SimtConfig(dtype, 16, 16, 4, 4, d_tile, d_slice, 2 if two_fit else 1)
+    # H200, float32, T 4096, TFLOP/s forward and backward, by lanes and entries a thread:
+    #              16 x 16, 4 x 4    8 x 16, 8 x 4    8 x 16, 4 x 4    16 x 8, 4 x 4
+    #     D  64      16.6   11.8       20.0   13.0      19.3   11.1      17.9   12.1
+    #     D 128      16.9   11.8      spills, 16.3      spills, 18.9     13.2    9.7
+    # 8 x 4 entries fill the 255 registers of sm_90; other generations spill in the backward.
+    tall = cc == (9, 0) and d_slice <= 64
+    lanes_m, rows = (8, 8) if tall else (16, 4)
+    return SimtConfig(dtype, lanes_m, 16, rows, 4, d_tile, d_slice)

@@ -73,7 +73,7 @@ def compile_kernel(kernel, cc):
             device=False,
             abi="numba",
             cc=cc,
-            launch_bounds=(kernel.threads, kernel.blocks_per_sm),
+            launch_bounds=(kernel.threads, 1),
             output="ltoir",
         )
     options = LinkerOptions(
@@ -138,7 +138,7 @@ def source_hash():
 
 def cached_cubin(kernel, cc):
     """The compiled kernel from the disk cache, compiling it when it is not there or damaged."""
-    identity = f"{kernel.key} {kernel.signature} {kernel.threads} {kernel.blocks_per_sm} {cc}"
+    identity = f"{kernel.key} {kernel.signature} {kernel.threads} {cc}"
     name = hashlib.sha256(identity.encode()).hexdigest()[:32]
     path = cache_directory() / source_hash() / f"{name}.cubin"
     cubin = _read(path)

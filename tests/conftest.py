@@ -7,8 +7,8 @@ import pytest
 
 from flashnumba import runtime
 
-# Before the workers of pytest-xdist start, which inherit it: one cache of compiled kernels for all of
-# them, and one BLAS thread each, since as many workers as cores would otherwise fight over them.
+# Before the workers of pytest-xdist start, which inherit this: one cache of compiled kernels for
+# all, and one BLAS thread each, since as many workers as cores would fight over the cores.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("FLASHNUMBA_CACHE_DIR", tempfile.mkdtemp(prefix="flashnumba-test-"))
 

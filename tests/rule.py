@@ -61,8 +61,8 @@ def assert_within_rule(got, exact, low, dtype, what=""):
 
 
 def _numpy(x):
-    """A NumPy or CuPy array as NumPy float64."""
-    return np.asarray(x.get() if type(x).__module__.startswith("cupy") else x).astype(np.float64)
+    """A NumPy or CuPy array as NumPy longdouble, in which no difference is lost."""
+    return np.asarray(x.get() if type(x).__module__.startswith("cupy") else x).astype(np.longdouble)
 
 
 def _index(flat, x):

@@ -115,7 +115,7 @@ def test_case_05_one_row_without_a_key(backend):
     rest = run(backend, p.q[:, 1:], p.k, p.v, p.do[:, 1:], p.dlse[:, :, 1:], causal=True)
     got.o, got.dq, got.lse = got.o[:, 1:], got.dq[:, 1:], got.lse[:, :, 1:]
     if backend != "numpy":  # BLAS may sum in another order for another number of rows
-        assert_same_bits(got, rest)
+        assert_same_bits(got, rest, ("o", "lse", "dq"))  # dk and dv sum over other tiles of queries
     assert_right(got, p.q[:, 1:], p.k, p.v, p.do[:, 1:], p.dlse[:, :, 1:], causal=True)
 
 

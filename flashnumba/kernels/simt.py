@@ -11,11 +11,11 @@ with thread indices added. A block of lanes_m x lanes_n threads works on one til
     each     +-------------------------------+
 
 Two products of tiles do all the arithmetic (device/tile.py). `product_nt` is a b^T: q k^T, do v^T.
-`add_product` is acc += p b: p v, ds k, and so on; its left factor comes from shared memory. Each
-starts and ends with a barrier, so what a kernel writes to p_smem in between is seen by all. The
-threads of a row are neighbours in one warp: its maximum and sum are shuffles.
+`product_nn` is p b: p v, ds k, and so on; its left factor comes from shared memory. Each starts and
+ends with a barrier, so what a kernel writes to p_smem in between is seen by all. The threads of a
+row are neighbours in one warp: its maximum and sum are shuffles.
 
-    forward     rows are queries, walks the keys:      s = q k^T -> m, l -> p -> acc += p v
+    forward     rows are queries, walks the keys:      s = q k^T -> m, l -> p -> acc + p v
     delta       one thread a query:                    delta = sum(do * o) - dlse
     backward    dK, dV: rows are keys, walks the queries of every head of the group, in order;
                 dQ: rows are queries, walks the keys.  No atomics: the same bits every time.
@@ -51,7 +51,7 @@ STORED = {
 }
 
 
-def kernel(name, config, function, arguments, blocks_per_sm=1):
+def kernel(name, config, function, arguments):
     """Wrap a kernel function; a letter an argument: x (B, S, H, D), r (B, H, S), n (B,), f, i."""
     real = types.float64 if config.dtype == "float64" else types.float32
     kinds = {
@@ -62,7 +62,7 @@ def kernel(name, config, function, arguments, blocks_per_sm=1):
         "i": types.int64,
     }
     signature = types.void(*(kinds[a] for a in arguments))
-    return Kernel(f"simt {name} {config}", function, signature, config.threads, blocks_per_sm)
+    return Kernel(f"simt {name} {config}", function, signature, config.threads)
 
 
 @cache
@@ -76,7 +76,7 @@ def make_forward(config):
     ZERO, ONE, MINUS_INF = REAL(0), REAL(1), REAL(-np.inf)
     op = tile(config)
     thread, coordinates, length = op.thread, op.coordinates, op.length
-    product_nt, add_product, store = op.product_nt, op.add_product, op.store
+    product_nt, product_nn, store = op.product_nt, op.product_nn, op.store
     row_max, row_sum = op.row_max, op.row_sum
 
     def forward(q, k, v, o, lse, q_lengths, kv_lengths, scale, left, right, upper_left):
@@ -86,10 +86,11 @@ def make_forward(config):
         p_smem = cuda.shared.array((BLOCK_M, P_PITCH), REAL, alignment=16)
         s = cuda.local.array((ROWS, COLS), REAL)
         acc = cuda.local.array((ROWS, OUT), REAL)
+        pv = cuda.local.array((ROWS, OUT), REAL)
         m = cuda.local.array(ROWS, REAL)
         l = cuda.local.array(ROWS, REAL)
-        lo = cuda.local.array(ROWS, np.int64)
-        hi = cuda.local.array(ROWS, np.int64)
+        lo = cuda.local.array(ROWS, np.int32)
+        hi = cuda.local.array(ROWS, np.int32)
 
         ty, tx = thread()
         m_blocks = (q.shape[1] + BLOCK_M - 1) // BLOCK_M
@@ -134,9 +135,10 @@ def make_forward(config):
                 for x in range(OUT):
                     acc[i, x] *= a
                 m[i] = m_new
-            add_product(
-                acc, p_smem, v_h, v_smem, kv_row0, kv_length, part * D_SLICE, lo, hi, MASKED
-            )
+            product_nn(pv, p_smem, v_h, v_smem, kv_row0, kv_length, part * D_SLICE, lo, hi, MASKED)
+            for i in range(ROWS):
+                for x in range(OUT):
+                    acc[i, x] += pv[i, x]
 
         last = min(q_row0 + BLOCK_M, q_length) - 1
         begin, full_begin, full_end, end = tiles(
@@ -157,17 +159,17 @@ def make_forward(config):
             l[i] = ONE / l[i] if seen else ZERO
         store(o[b, :, h], q_row0, q_length, part * D_SLICE, acc, l)
 
-    return kernel("forward", config, forward, "xxxxrnnfiii", config.forward_blocks_per_sm)
+    return kernel("forward", config, forward, "xxxxrnnfiii")
 
 
 @cache
 def make_delta(config):
     """delta = sum_d do * o - dlse, one thread a query.
 
-    Summed in order of d, like the product do v^T: where one key has all the weight, o is v, and
-    dp - delta is exactly 0 (a softmax over one key is constant).
+    Summed in chunks of D_TILE, like the product do v^T: where one key has all the weight, o is v,
+    and dp - delta is exactly 0 (a softmax over one key is constant).
     """
-    THREADS = config.threads
+    THREADS, D_TILE = config.threads, config.d_tile
     widen, _, REAL = number(config.dtype)
     ZERO = REAL(0)
 
@@ -178,8 +180,11 @@ def make_delta(config):
         b = query // do.shape[1] // do.shape[2]
         if b < do.shape[0]:
             total = ZERO
-            for d in range(do.shape[3]):
-                total += widen(do[b, row, h, d]) * widen(o[b, row, h, d])
+            for d0 in range(0, do.shape[3], D_TILE):
+                part = ZERO
+                for d in range(d0, min(d0 + D_TILE, do.shape[3])):
+                    part += widen(do[b, row, h, d]) * widen(o[b, row, h, d])
+                total += part
             if dlse.shape[2] > 0:
                 total -= dlse[b, h, row]
             out[b, h, row] = total
@@ -201,7 +206,7 @@ def make_backward_dkdv(config):
     ZERO, ONE, MINUS_INF = REAL(0), REAL(1), REAL(-np.inf)
     op = tile(config)
     thread, coordinates, length = op.thread, op.coordinates, op.length
-    product_nt, add_product, store = op.product_nt, op.add_product, op.store
+    product_nt, product_nn, store = op.product_nt, op.product_nn, op.store
 
     def backward_dkdv(
         do, q, k, v, lse, delta, dk, dv, q_lengths, kv_lengths, scale, left, right, upper_left
@@ -212,18 +217,19 @@ def make_backward_dkdv(config):
         p_smem = cuda.shared.array((BLOCK_M, P_PITCH), REAL, alignment=16)
         s = cuda.local.array((ROWS, COLS), REAL)
         dp = cuda.local.array((ROWS, COLS), REAL)
+        part = cuda.local.array((ROWS, OUT), REAL)
         dk_acc = cuda.local.array((ROWS, OUT), REAL)
         dv_acc = cuda.local.array((ROWS, OUT), REAL)
         factor = cuda.local.array(ROWS, REAL)
-        lo = cuda.local.array(ROWS, np.int64)
-        hi = cuda.local.array(ROWS, np.int64)
+        lo = cuda.local.array(ROWS, np.int32)
+        hi = cuda.local.array(ROWS, np.int32)
 
         ty, tx = thread()
         n_blocks = (k.shape[1] + BLOCK_M - 1) // BLOCK_M
         slices = (max(k.shape[3], v.shape[3]) + D_SLICE - 1) // D_SLICE
-        n_block, part, kv_head, b = coordinates(n_blocks, slices, k.shape[2])
+        n_block, slice_, kv_head, b = coordinates(n_blocks, slices, k.shape[2])
         kv_row0 = index(n_block * BLOCK_M)
-        slice0 = part * D_SLICE
+        slice0 = slice_ * D_SLICE
         group = q.shape[2] // k.shape[2]
         k_h, v_h = k[b, :, kv_head], v[b, :, kv_head]
         q_length = length(q_lengths, b, q.shape[1])
@@ -259,12 +265,18 @@ def make_backward_dkdv(config):
                     p_smem[ty + LANES_M * i, tx + LANES_N * j] = s[i, j]
             # dv += p^T do; dk += ds^T q
             if slice0 < v.shape[3]:
-                add_product(dv_acc, p_smem, do_h, c_smem, q_row0, q_length, slice0, lo, hi, MASKED)
+                product_nn(part, p_smem, do_h, c_smem, q_row0, q_length, slice0, lo, hi, MASKED)
+                for i in range(ROWS):
+                    for x in range(OUT):
+                        dv_acc[i, x] += part[i, x]
             for i in range(ROWS):
                 for j in range(COLS):
                     p_smem[ty + LANES_M * i, tx + LANES_N * j] = dp[i, j]
             if slice0 < k.shape[3]:
-                add_product(dk_acc, p_smem, q_h, c_smem, q_row0, q_length, slice0, lo, hi, MASKED)
+                product_nn(part, p_smem, q_h, c_smem, q_row0, q_length, slice0, lo, hi, MASKED)
+                for i in range(ROWS):
+                    for x in range(OUT):
+                        dk_acc[i, x] += part[i, x]
 
         last = min(kv_row0 + BLOCK_M, kv_length) - 1
         begin, full_begin, full_end, end = tiles(
@@ -298,7 +310,7 @@ def make_backward_dq(config):
     ZERO, ONE, MINUS_INF = REAL(0), REAL(1), REAL(-np.inf)
     op = tile(config)
     thread, coordinates, length = op.thread, op.coordinates, op.length
-    product_nt, add_product, store = op.product_nt, op.add_product, op.store
+    product_nt, product_nn, store = op.product_nt, op.product_nn, op.store
 
     def backward_dq(
         do, q, k, v, lse, delta, dq, q_lengths, kv_lengths, scale, left, right, upper_left
@@ -310,10 +322,11 @@ def make_backward_dq(config):
         s = cuda.local.array((ROWS, COLS), REAL)
         dp = cuda.local.array((ROWS, COLS), REAL)
         acc = cuda.local.array((ROWS, OUT), REAL)
+        dsk = cuda.local.array((ROWS, OUT), REAL)
         lse_frag = cuda.local.array(ROWS, REAL)
         delta_frag = cuda.local.array(ROWS, REAL)
-        lo = cuda.local.array(ROWS, np.int64)
-        hi = cuda.local.array(ROWS, np.int64)
+        lo = cuda.local.array(ROWS, np.int32)
+        hi = cuda.local.array(ROWS, np.int32)
 
         ty, tx = thread()
         m_blocks = (q.shape[1] + BLOCK_M - 1) // BLOCK_M
@@ -352,9 +365,12 @@ def make_backward_dq(config):
                     ds = p * (dp[i, j] - delta_frag[i]) if seen else ZERO
                     ds_smem[ty + LANES_M * i, tx + LANES_N * j] = ds
             # dq += ds k
-            add_product(
-                acc, ds_smem, k_h, c_smem, kv_row0, kv_length, part * D_SLICE, lo, hi, MASKED
+            product_nn(
+                dsk, ds_smem, k_h, c_smem, kv_row0, kv_length, part * D_SLICE, lo, hi, MASKED
             )
+            for i in range(ROWS):
+                for x in range(OUT):
+                    acc[i, x] += dsk[i, x]
 
         last = min(q_row0 + BLOCK_M, q_length) - 1
         begin, full_begin, full_end, end = tiles(
