@@ -70,14 +70,13 @@ class SimtConfig:
 
 
 @cache
-def choose_simt(dtype, head_dim, head_dim_v, cc):
-    """The tile configuration of the SIMT kernels for one problem.
+def choose_simt(dtype, head_dim, head_dim_v, simulated=False):
+    """The tile configuration of the SIMT kernels for one problem, the same on every GPU.
 
-    `cc` is the GPU's compute capability, (9, 0) for example, or None for the simulator. Every
-    choice stays under 48 KB of static shared memory, which any CUDA GPU has.
+    Every choice stays under 48 KB of static shared memory, which any CUDA GPU has.
     """
     width = max(head_dim, head_dim_v)
-    if cc is None:
+    if simulated:
         # Python runs about 2 million multiply-adds a second: tiles of 16 x 16 keep the padding of
         # short sequences cheap, while 64 threads are still two warps and miss a barrier visibly.
         return SimtConfig(dtype, 8, 8, 2, 2, d_tile=16, d_slice=16 if width <= 16 else 32)
@@ -89,7 +88,5 @@ def choose_simt(dtype, head_dim, head_dim_v, cc):
     #              16 x 16, 4 x 4    8 x 16, 8 x 4    8 x 16, 4 x 4    16 x 8, 4 x 4
     #     D  64      16.6   11.8       20.0   13.0      19.3   11.1      17.9   12.1
     #     D 128      16.9   11.8      spills, 16.3      spills, 18.9     13.2    9.7
-    # 8 x 4 entries fill the 255 registers of sm_90; other generations spill in the backward.
-    tall = cc == (9, 0) and d_slice <= 64
-    lanes_m, rows = (8, 8) if tall else (16, 4)
-    return SimtConfig(dtype, lanes_m, 16, rows, 4, d_tile, d_slice)
+    # 8 x 4 entries need all 255 registers, and spill with some compilers and on other GPUs.
+    return SimtConfig(dtype, 16, 16, 4, 4, d_tile, d_slice)

@@ -200,21 +200,6 @@ def gpu_available():
     return gpu_problem() is None
 
 
-def compute_capability():
-    """(major, minor) of CuPy's current device."""
-    import cupy
-
-    return _capability_of(cupy.cuda.runtime.getDevice())
-
-
-@cache
-def _capability_of(device):
-    import cupy
-
-    digits = cupy.cuda.Device(device).compute_capability
-    return int(digits[:-1]), int(digits[-1])
-
-
 _loaded = {}  # (kernel, device) -> CuPy function: the steady state is one look-up here
 
 
@@ -247,7 +232,8 @@ def load(kernel):
     """(CuPy function, Cubin) of a kernel on the current device, through the disk cache."""
     import cupy
 
-    cubin = cached_cubin(kernel, compute_capability())
+    digits = cupy.cuda.Device().compute_capability  # "90" is 9.0
+    cubin = cached_cubin(kernel, (int(digits[:-1]), int(digits[-1])))
     module = cupy.cuda.function.Module()
     module.load(cubin.code)
     return module.get_function(cubin.entry), cubin

@@ -646,7 +646,7 @@ def test_explain_counts_float64_scores_as_float64():
 def test_explain_names_the_simulated_kernels_and_their_tiles():
     """Tiles, threads and shared memory of the configuration that runs; all four kernels."""
     rows = dict(fn.explain(*large(), backend="simulator").rows)
-    config = choose_simt("float32", 64, 32, None)
+    config = choose_simt("float32", 64, 32, simulated=True)
     assert rows["tiles"] == (
         f"{config.block_m} x {config.block_n} scores, {config.threads} threads, "
         f"{config.shared_bytes} bytes of shared memory"

@@ -17,7 +17,7 @@ def choices():
     for simulated in (False, True):
         for dtype in DTYPES:
             for width in WIDTHS:
-                config = choose_simt(dtype, width, width, None if simulated else (9, 0))
+                config = choose_simt(dtype, width, width, simulated)
                 where = "simulated" if simulated else "gpu"
                 found.setdefault((config, simulated), f"{where}-{dtype}-{config.d_slice}")
     return [pytest.param(*key, id=name) for key, name in found.items()]
@@ -99,7 +99,7 @@ def test_every_width_has_a_slice_that_wastes_less_than_half(dtype, simulated):
     """One slice wherever one is enough, none larger than needed, for every width from 1 up."""
     largest = 32 if simulated else 128
     for width in WIDTHS:
-        config = choose_simt(dtype, width, width, None if simulated else (9, 0))
+        config = choose_simt(dtype, width, width, simulated)
         slices = -(-width // config.d_slice)
         assert slices * config.d_slice >= width
         assert slices == 1 or config.d_slice == largest
@@ -111,15 +111,15 @@ def test_every_width_has_a_slice_that_wastes_less_than_half(dtype, simulated):
 def test_the_wider_head_dimension_decides(dtype):
     """head_dim and head_dim_v share one configuration, so it fits the larger of both."""
     for narrow, wide in ((1, 17), (16, 33), (64, 65), (1, 512)):
-        expected = choose_simt(dtype, wide, wide, (8, 0))
-        assert choose_simt(dtype, narrow, wide, (8, 0)) == expected
-        assert choose_simt(dtype, wide, narrow, (8, 0)) == expected
-    assert choose_simt(dtype, 16, 16, (9, 0)) != choose_simt(dtype, 16, 17, (9, 0))
+        expected = choose_simt(dtype, wide, wide)
+        assert choose_simt(dtype, narrow, wide) == expected
+        assert choose_simt(dtype, wide, narrow) == expected
+    assert choose_simt(dtype, 16, 16) != choose_simt(dtype, 16, 17)
 
 
 def test_a_configuration_is_a_frozen_value():
     """Equal fields are equal and hash alike, so a kernel is made once; nothing can be changed."""
-    config = choose_simt("float32", 64, 64, (9, 0))
+    config = choose_simt("float32", 64, 64)
     twin = SimtConfig(**dataclasses.asdict(config))
     assert twin == config and hash(twin) == hash(config)
     assert simt.make_delta(twin) is simt.make_delta(config)

@@ -38,10 +38,10 @@ KERNELS = ("forward", "delta", "backward_dkdv", "backward_dq")
 # --- what is shipped ------------------------------------------------------------------------------
 
 
-def shipped(cc=(9, 0)):
-    """Every configuration that `choose_simt` can answer for a GPU, each once."""
+def shipped():
+    """Every configuration that `choose_simt` can answer on a GPU, each once."""
     dtypes = ("float16", "bfloat16", "float32", "float64")
-    return list(dict.fromkeys(choose_simt(t, w, w, cc) for t in dtypes for w in range(1, 513)))
+    return list(dict.fromkeys(choose_simt(t, w, w) for t in dtypes for w in range(1, 513)))
 
 
 def compilations():
@@ -51,7 +51,7 @@ def compilations():
     float32 on other generations.
     """
     for cc in ((9, 0), (8, 0), (7, 5), (8, 9), (10, 0), (12, 0)):
-        for config in shipped(cc):
+        for config in shipped():
             for name in KERNELS:
                 if cc not in ((9, 0), (8, 0)) and config.dtype != "float32":
                     continue
@@ -252,7 +252,7 @@ def test_a_hit_does_not_compile(cache):
 
 
 def test_whatever_changes_the_code_is_another_entry(cache):
-    """Key, signature, threads, blocks on a multiprocessor and compute capability."""
+    """Key, signature, threads and compute capability."""
     variants = [
         (KEY, (9, 0)),
         (KEY, (9, 0, "a")),
@@ -260,7 +260,6 @@ def test_whatever_changes_the_code_is_another_entry(cache):
         (Kernel("another key", None, "void(x)", 64), (9, 0)),
         (Kernel("some key", None, "void(y)", 64), (9, 0)),
         (Kernel("some key", None, "void(x)", 32), (9, 0)),
-        (Kernel("some key", None, "void(x)", 64, 2), (9, 0)),
     ]
     for kernel, cc in 2 * variants:
         cached_cubin(kernel, cc)
@@ -415,7 +414,7 @@ from flashnumba.config import choose_simt
 from flashnumba.kernels.simt import make_delta
 print("ready", flush=True)
 sys.stdin.readline()
-cubin = runtime.cached_cubin(make_delta(choose_simt("float32", 16, 16, (9, 0))), (9, 0))
+cubin = runtime.cached_cubin(make_delta(choose_simt("float32", 16, 16)), (9, 0))
 assert cubin.entry.encode() in cubin.code
 """
 
@@ -430,7 +429,7 @@ def test_processes_may_race_to_compile(tmp_path, monkeypatch):
     monkeypatch.setenv("FLASHNUMBA_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(runtime, "source_hash", runtime.source_hash.__wrapped__)
     monkeypatch.setattr(runtime, "compile_kernel", lambda *_: pytest.fail("compiled again"))
-    assert cached_cubin(make_delta(choose_simt("float32", 16, 16, (9, 0))), (9, 0)).registers > 0
+    assert cached_cubin(make_delta(choose_simt("float32", 16, 16)), (9, 0)).registers > 0
 
 
 def test_the_folder_is_named_by_all_sources(monkeypatch, tmp_path):
@@ -584,9 +583,7 @@ def test_the_driver_reports_no_local_memory(name):
 
     from flashnumba.kernels import simt
 
-    function, cubin = runtime.load(
-        getattr(simt, f"make_{name}")(choose_simt("float32", 128, 128, (9, 0)))
-    )
+    function, cubin = runtime.load(getattr(simt, f"make_{name}")(choose_simt("float32", 128, 128)))
     local_size, registers = (driver.funcGetAttribute(n, function.ptr) for n in (3, 4))
     assert local_size == 0
     assert registers == cubin.registers

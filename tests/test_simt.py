@@ -240,9 +240,9 @@ def test_a_wrong_kernel_is_caught(name, monkeypatch):
 def test_shipped_configurations_in_the_simulator(dtype, dim, lengths, monkeypatch):
     """The tiles of the GPU, one configuration for each slice width and dtype."""
 
-    def choose(dtype, head_dim, head_dim_v, cc):
-        assert cc is None
-        return config.choose_simt(dtype, head_dim, head_dim_v, (9, 0))
+    def choose(dtype, head_dim, head_dim_v, simulated):
+        assert simulated
+        return config.choose_simt(dtype, head_dim, head_dim_v)
 
     monkeypatch.setattr(attention, "choose_simt", choose)
     check("simulator", problem(*lengths, dim=dim, dtype=dtype), causal=True)

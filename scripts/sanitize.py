@@ -1,0 +1,50 @@
+"""Small calls of every GPU kernel, to run under NVIDIA's compute-sanitizer.
+
+    python scripts/sanitize.py                                   # once, fills the kernel cache
+    compute-sanitizer --tool memcheck python scripts/sanitize.py
+    compute-sanitizer --tool racecheck python scripts/sanitize.py
+
+Lengths are off every tile boundary; there are grouped heads, padding, windows, empty rows, wide
+heads in several slices, and inputs that start in the middle of their memory.
+"""
+
+import argparse
+
+import cupy
+import numpy as np
+
+import flashnumba as fn
+
+MASKS = {
+    "full": {},
+    "causal": {"causal": True},
+    "window, ragged": {"window": (9, 3), "q_lengths": [70, 0], "kv_lengths": [81, 40]},
+}
+
+
+def call(dtype, head_dim, mask):
+    """Forward and backward of one problem; outputs must be finite."""
+    random = cupy.random.default_rng(0).standard_normal
+    shape = lambda seqlen, heads: (2, seqlen + 1, heads, head_dim)
+    make = lambda *size: random(shape(*size), np.float32).astype(dtype)[:, 1:]
+    q, k, v, do = make(70, 4), make(81, 2), make(81, 2), make(70, 4)
+    o, pullback = fn.attention_vjp(q, k, v, **mask)
+    for x in (o, *pullback(do)):
+        if not bool(cupy.isfinite(x.astype(np.float32)).all()):
+            raise SystemExit(f"not finite: {dtype}, head_dim {head_dim}, {mask}")
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtype", nargs="+", default=["float16", "float32", "float64"])
+    parser.add_argument("--head-dim", type=int, nargs="+", default=[8, 64, 129])
+    args = parser.parse_args(argv)
+    for dtype in args.dtype:
+        for head_dim in args.head_dim:
+            for name, mask in MASKS.items():
+                call(dtype, head_dim, mask)
+                print(f"{dtype}, head_dim {head_dim}, {name}: done")
+
+
+if __name__ == "__main__":
+    main()
