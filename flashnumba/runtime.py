@@ -133,6 +133,10 @@ def source_hash():
     for name in COMPILERS:
         with contextlib.suppress(metadata.PackageNotFoundError):
             digest.update(f"{name} {metadata.version(name)}".encode())
+    with contextlib.suppress(Exception):  # a toolkit beside pip has no package; it may be absent
+        from cuda.bindings import nvjitlink, nvvm
+
+        digest.update(f"{nvjitlink.version()} {nvvm.ir_version()}".encode())
     return digest.hexdigest()[:16]
 
 
