@@ -127,6 +127,7 @@ class Problem:
         want = arrays.library(arrays.accept("q", self.like))
         if arrays.library(given) != want:
             raise TypeError(f"{name} is a {arrays.library(given)} array, but q is a {want} array")
+        _same_gpu(name, given, self.q)
         if arrays.library(given) != arrays.library(self.q):
             given = self.xp.asarray(given)
         return given
@@ -205,10 +206,14 @@ def _check_kinds(q, k, v):
             )
         if x.dtype != q.dtype:
             raise TypeError(f"{name}.dtype={x.dtype} must be that of q, {q.dtype}")
-        if arrays.library(q) == "cupy" and x.device != q.device:
-            raise ValueError(f"{name} is on GPU {x.device.id}, but q is on GPU {q.device.id}")
+        _same_gpu(name, x, q)
     if q.dtype.name not in arrays.DTYPES or not q.dtype.isnative:
         raise TypeError(f"q.dtype={q.dtype} must be one of {', '.join(arrays.DTYPES)}")
+
+
+def _same_gpu(name, x, q):
+    if arrays.library(x) == "cupy" and arrays.library(q) == "cupy" and x.device != q.device:
+        raise ValueError(f"{name} is on GPU {x.device.id}, but q is on GPU {q.device.id}")
 
 
 def _check_shapes(q, k, v, layout):
@@ -296,6 +301,7 @@ def _lengths(name, lengths, x, seqlen_name):
     lengths = arrays.accept(name, lengths)
     xp = arrays.module(lengths)
     lengths = xp.atleast_1d(lengths)
+    _same_gpu(name, lengths, x)
     if lengths.dtype.kind not in "iu":
         raise TypeError(f"{name} must hold integers, not {lengths.dtype}")
     if lengths.shape != (batch,):

@@ -126,7 +126,7 @@ def record(args, key, result):
     )
 
 
-def main():
+def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seqlen", type=int, default=None, help="4096, with --long 32768")
     parser.add_argument("--heads", type=int, default=8)
@@ -137,7 +137,7 @@ def main():
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--long", action="store_true", help="a length that dense cannot hold")
     parser.add_argument("--save", type=Path, metavar="CSV", help="append the rows to a CSV")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     args.seqlen = args.seqlen or (LONG if args.long else 4096)
     if args.rounds is None:
         args.rounds = 0 if args.long else 5
