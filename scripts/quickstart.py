@@ -27,6 +27,7 @@ from flashnumba import reference, runtime
 
 ROOT = Path(__file__).resolve().parent.parent
 SIMULATED_TOKENS, SIMULATED_HEADS = 40, 2
+RUNS = 3
 
 
 def real_activations(tokens, layer, weights_path):
@@ -81,6 +82,13 @@ def measured_on_cpu(function, runs):
     return result, min(seconds), peak
 
 
+def measured_in_simulator(function, runs):
+    """(result, seconds, None): tracing the memory of a Python interpreter would say nothing."""
+    start = time.perf_counter()
+    result = function()
+    return result, time.perf_counter() - start, None
+
+
 def measured_on_gpu(function, runs):
     """(result, seconds, peak MiB) on the current GPU; memory is what CuPy's pool had to get."""
     import cupy
@@ -105,27 +113,27 @@ def measured_on_gpu(function, runs):
 
 def compare(q, k, v, do, mask, want, where, measured, dense=True, **options):
     """Rows (backend, pass, error, seconds, peak MiB) of flashnumba and of dense attention."""
-    runs = 1 if where == "simulator" else 3
     scale, causal = q.shape[3] ** -0.5, bool(mask.get("causal"))
     (o, lse), *cost = measured(
-        lambda: fn.attention(q, k, v, return_lse=True, **mask, **options), runs
+        lambda: fn.attention(q, k, v, return_lse=True, **mask, **options), RUNS
     )
     yield f"flashnumba {where}", "forward", error([o], [want[0]]), *cost
     grads, *cost = measured(
-        lambda: fn.attention_backward(do, q, k, v, o, lse, **mask, **options), runs
+        lambda: fn.attention_backward(do, q, k, v, o, lse, **mask, **options), RUNS
     )
     yield f"flashnumba {where}", "backward", error(grads, want[1]), *cost
     if dense:
-        o, *cost = measured(lambda: dense_forward(q, k, v, scale, causal), runs)
+        o, *cost = measured(lambda: dense_forward(q, k, v, scale, causal), RUNS)
         yield f"dense {where}", "forward", error([o], [want[0]]), *cost
-        grads, *cost = measured(lambda: dense_backward(do, q, k, v, o, scale, causal), runs)
+        grads, *cost = measured(lambda: dense_backward(do, q, k, v, o, scale, causal), RUNS)
         yield f"dense {where}", "backward", error(grads, want[1]), *cost
 
 
 def print_table(rows):
     print(f"{'backend':<24}{'pass':<10}{'error':>10}{'ms':>12}{'peak MiB':>12}")
     for backend, which, err, seconds, peak in rows:
-        print(f"{backend:<24}{which:<10}{err:>10.1e}{seconds * 1e3:>12.2f}{peak:>12.1f}")
+        memory = "-" if peak is None else f"{peak:.1f}"
+        print(f"{backend:<24}{which:<10}{err:>10.1e}{seconds * 1e3:>12.2f}{memory:>12}")
 
 
 def parse(argv):
@@ -168,7 +176,7 @@ def main(argv=None):
         part = [x[:, :SIMULATED_TOKENS, :SIMULATED_HEADS] for x in (q, k, v, do)]
         small = exact(part[3], *part[:3], **mask)
         options = {"dense": False, "backend": "simulator"}
-        rows += compare(*part, mask, small, "simulator", measured_on_cpu, **options)
+        rows += compare(*part, mask, small, "simulator", measured_in_simulator, **options)
     print_table(rows)
     if not runtime.gpu_available():
         print(
