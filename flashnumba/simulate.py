@@ -1,10 +1,10 @@
 """Runs the very same kernels in Python, thread by thread, without a GPU and without compiling.
 
 Every CUDA thread of a block is a greenlet. It runs until it must wait for others (a barrier, a
-shuffle) and hands over to the next, so the order is deterministic and a debugger works. `seed`
-shuffles the order of the threads at every turn: results that depend on it show a race. Shared and
-local memory start as NaN, so that what is read before it is written shows too. When no thread can
-move, the deadlock is reported with who waits where.
+shuffle) and hands over to the next, so the order is deterministic and a debugger works.
+`shuffled(seed)` shuffles the order of the threads at every turn: results that depend on it show a
+race. Shared and local memory start as NaN, so that what is read before it is written shows too.
+When no thread can move, the deadlock is reported with who waits where.
 
 A kernel needs no preparation: `as_python` rebuilds its function, and those it calls, with `cuda`
 and `math` replaced by the versions below and jitted functions by their Python bodies. The seam for
@@ -12,9 +12,11 @@ further instructions is that replacement: an instruction is a function with a Py
 `collective` runs a meaning once for a group of lanes.
 """
 
+import contextlib
 import math
 import random
 from collections import Counter
+from contextvars import ContextVar
 from types import CellType, FunctionType, SimpleNamespace
 
 import numpy as np
@@ -31,6 +33,22 @@ class SimulatorError(RuntimeError):
     """A simulated kernel broke a rule of the machine."""
 
 
+_seed = ContextVar("seed of the order of threads", default=None)
+
+
+@contextlib.contextmanager
+def shuffled(seed):
+    """Inside this context every simulated launch shuffles its threads, differently for each `seed`.
+
+    A kernel without races gives the same bits for every seed.
+    """
+    token = _seed.set(seed)
+    try:
+        yield
+    finally:
+        _seed.reset(token)
+
+
 def launch(kernel, grid, args, seed=None):
     """Run `kernel` block after block.
 
@@ -43,7 +61,7 @@ def launch(kernel, grid, args, seed=None):
         NumPy arrays and scalars in the order of the kernel's parameters; None is an empty array.
         bfloat16 arrays are passed as their bits.
     seed : int, optional
-        Shuffle the order of threads at every turn.
+        Shuffle the order of threads at every turn; by default as `shuffled` says, or not at all.
 
     Raises
     ------
@@ -52,6 +70,7 @@ def launch(kernel, grid, args, seed=None):
     """
     args = [as_argument(x, t) for x, t in zip(args, kernel.signature.args, strict=True)]
     python = as_python(kernel.function, {})
+    seed = _seed.get() if seed is None else seed
     order = None if seed is None else random.Random(seed)
 
     def body():

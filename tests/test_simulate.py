@@ -9,6 +9,7 @@ import pytest
 from numba import cuda
 from numba.cuda import types
 
+import flashnumba as fn
 from flashnumba import simulate
 from flashnumba.config import Kernel
 
@@ -486,3 +487,19 @@ def test_a_function_is_rebound_once():
     first = simulate.as_python(neighbour_plus.py_func, memo)
     assert simulate.as_python(neighbour_plus.py_func, memo) is first
     assert simulate.as_python(neighbour.py_func, memo) is first.__globals__["neighbour"]
+
+
+def test_public_calls_can_be_shuffled():
+    """The context reaches the launches inside of `attention`, and ends with itself."""
+    q, k, v = np.random.default_rng(0).standard_normal((3, 9, 2, 5), np.float32)
+    expected = fn.attention(q, k, v, causal=True, backend="simulator")
+    orders = []
+    real = simulate.random.Random
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simulate.random, "Random", lambda seed: orders.append(seed) or real(seed))
+        for seed in (1, 2):
+            with simulate.shuffled(seed):
+                got = fn.attention(q, k, v, causal=True, backend="simulator")
+            assert got.tobytes() == expected.tobytes()
+        fn.attention(q, k, v, causal=True, backend="simulator")
+    assert orders == [1, 2]
