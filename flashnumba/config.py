@@ -78,7 +78,7 @@ def choose_simt(dtype, head_dim, head_dim_v, simulated=False):
     width = max(head_dim, head_dim_v)
     if simulated:
         # Python runs about 2 million multiply-adds a second: tiles of 16 x 16 keep the padding of
-        # short sequences cheap, and 64 threads are two warps, so that a missing barrier still shows.
+        # short sequences cheap. 64 threads are two warps, so that a missing barrier still shows.
         return SimtConfig(dtype, 8, 8, 2, 2, d_tile=16, d_slice=16 if width <= 16 else 32)
     d_tile = 16 if width <= 16 else 32
     d_slice = next(size for size in (16, 32, 64, 128) if width <= size or size == 128)

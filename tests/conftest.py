@@ -1,6 +1,7 @@
 """Which backends a test runs on, and the skips of tests that need a GPU."""
 
 import os
+import shutil
 import tempfile
 
 import pytest
@@ -10,9 +11,16 @@ from flashnumba import runtime
 # Before the workers of pytest-xdist start, which inherit this: one cache of compiled kernels for
 # all, and one BLAS thread each, since as many workers as cores would fight over the cores.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-os.environ.setdefault("FLASHNUMBA_CACHE_DIR", tempfile.mkdtemp(prefix="flashnumba-test-"))
+CACHE = None
+if "FLASHNUMBA_CACHE_DIR" not in os.environ:
+    CACHE = os.environ["FLASHNUMBA_CACHE_DIR"] = tempfile.mkdtemp(prefix="flashnumba-test-")
 
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)
+
+
+def pytest_unconfigure():
+    if CACHE is not None:  # not in a worker, which found it set
+        shutil.rmtree(CACHE, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items):
