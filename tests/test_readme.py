@@ -1,0 +1,57 @@
+"""The README: its examples run, its numbers are those of the committed results."""
+
+import csv
+import re
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_examples_run():
+    """All Python blocks, one after the other, in one namespace."""
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(blocks) == 2
+    names = {}
+    for block in blocks:
+        exec(block, names)
+    assert names["dq"].shape == names["q"].shape and np.isfinite(names["dk"]).all()
+
+
+def test_the_commands_set_themselves_up():
+    """Two commands, each from a new virtual environment; the second is what CI runs."""
+    commands = re.findall(r"<!-- (\w+) command -->\n```\n(.*)\n```", README)
+    assert [name for name, _ in commands] == ["main", "test"]
+    for _, command in commands:
+        assert command.startswith("python -m venv .venv && ") and "pip install" in command
+    assert "scripts/quickstart.py" in commands[0][1] and "-m pytest" in commands[1][1]
+
+
+def test_the_tables_hold_what_was_measured():
+    """Every TFLOP/s of the GPU table, every time of the CPU table, stands in a committed CSV."""
+    measured = {}
+    for path in (ROOT / "scripts" / "results").glob("*.csv"):
+        with path.open() as file:
+            for r in csv.DictReader(file):
+                key = (r["pass"], r["head_dim"], r["seqlen"], r["mask"], r["implementation"])
+                measured.setdefault((*key, r["dtype"]), set()).add(r["tflops"])
+                seconds = f"{float(r['ms']) / 1e3:.2f}"
+                measured.setdefault(("seconds", r["pass"], r["seqlen"], r["mask"]), set()).add(
+                    seconds
+                )
+    rows = re.findall(r"^\| (\d+) \| (\d+) \| (full|causal) \| (\S+) / (\S+) \| (\S+) / (\S+) \|",
+                      README, re.MULTILINE)  # fmt: skip
+    assert len(rows) >= 10
+    for dim, seqlen, mask, *cells in rows:
+        for i, cell in enumerate(cells):
+            which, name = ("forward", "backward")[i // 2], ("flashnumba", "cupy-dense")[i % 2]
+            found = measured.get((which, dim, seqlen, mask, name, "float32"), set())
+            assert cell == "-" or cell in {f"{float(x):.1f}" for x in found}
+    rows = re.findall(r"^\| (\d+) \| (full|causal) \| (\w+ward) \| (\S+) / (\S+) \|",
+                      README, re.MULTILINE)  # fmt: skip
+    assert len(rows) >= 6
+    for seqlen, mask, which, *cells in rows:
+        for cell in cells:
+            assert cell == "-" or cell in measured["seconds", which, seqlen, mask]
