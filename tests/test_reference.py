@@ -498,3 +498,37 @@ def test_the_rule_is_not_loosened_by_a_broken_baseline():
     exact = np.array([1.0, 2.0])
     with pytest.raises(AssertionError, match="baseline overflowed"):
         assert_within_rule(exact, exact, np.array([1.0, NAN]), np.float16)
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", [{}, {"causal": True, "kv_lengths": [9, 0]}], ids=["full", "mask"])
+def test_cupy_arrays_give_what_numpy_gives(mask):
+    """Every public function, with NaN behind the mask; CuPy in, CuPy out."""
+    import cupy
+
+    rng = np.random.default_rng(0)
+    q, do = (rng.standard_normal((2, 5, 4, 6)) for _ in range(2))
+    k, v = (rng.standard_normal((2, 11, 2, 6)) for _ in range(2))
+    if mask:
+        v[0, 9:] = np.nan
+    there = {name: cupy.asarray(x) for name, x in {"q": q, "k": k, "v": v, "do": do}.items()}
+    calls = {
+        "attention": lambda q, k, v, do: attention(q, k, v, **mask),
+        "tiled": lambda q, k, v, do: attention_tiled(q, k, v, block_m=2, block_n=3, **mask),
+        "backward": lambda q, k, v, do: attention_backward(do, q, k, v, **mask),
+        "low": lambda q, k, v, do: low_precision(
+            *(x.astype(np.float16) for x in (q, k, v)), **mask
+        ),
+        "merge": lambda q, k, v, do: merge(
+            *attention(q, k, v, **mask), *attention(q, k, v, kv_lengths=[0, 0])
+        ),
+    }
+    for name, call in calls.items():
+        expected, got = call(q, k, v, do), call(**there)
+        for e, g in zip(expected, got, strict=True):
+            assert isinstance(g, cupy.ndarray), name
+            tolerance = 2e-3 if name == "low" else 1e-12
+            np.testing.assert_allclose(g.get(), e, tolerance, tolerance)
