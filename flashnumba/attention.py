@@ -131,12 +131,13 @@ def attention_backward(do, q, k, v, o, lse, *, dlse=None, deterministic=True, **
     """
     options.pop("return_lse", None)
     problem = prepare(q, k, v, **options)
+    do, o = (problem.to_rows(n, x, problem.o_shape) for n, x in (("do", do), ("o", o)))
+    lse = problem.to_lse("lse", lse)
+    dlse = None if dlse is None else problem.to_lse("dlse", dlse)
     with _resources(problem):
         here = _resident(problem)
-        do, o = (here.to_rows(n, x, here.o_shape) for n, x in (("do", do), ("o", o)))
-        lse = here.to_lse("lse", lse)
-        dlse = None if dlse is None else here.to_lse("dlse", dlse)
-        return tuple(problem.from_rows(x) for x in _backward(here, do, o, lse, dlse))
+        grads = _backward(here, *(here.place(x) for x in (do, o, lse, dlse)))
+        return tuple(problem.from_rows(x) for x in grads)
 
 
 def attention_vjp(q, k, v, *, return_lse=False, deterministic=True, **options):
@@ -165,10 +166,11 @@ def attention_vjp(q, k, v, *, return_lse=False, deterministic=True, **options):
             result = result, problem.from_lse(lse)
 
     def pullback(do, dlse=None):
+        do = problem.to_rows("do", do, problem.o_shape)
+        dlse = None if dlse is None else problem.to_lse("dlse", dlse)
         with _resources(problem):
-            rows = here.to_rows("do", do, here.o_shape)
-            dlse = None if dlse is None else here.to_lse("dlse", dlse)
-            return tuple(problem.from_rows(x) for x in _backward(here, rows, o, lse, dlse))
+            grads = _backward(here, here.place(do), o, lse, here.place(dlse))
+            return tuple(problem.from_rows(x) for x in grads)
 
     return result, pullback
 

@@ -54,7 +54,22 @@ class SimtConfig:
 
     def pitch(self, width):
         """A row's length in shared memory: 16 bytes more, so that rows start in different banks."""
-        return width + 16 // self.itemsize
+        return width + self.vector
+
+    @property
+    def vector(self):
+        """Numbers in one 16-byte load."""
+        return 16 // self.itemsize
+
+    @property
+    def own(self):
+        """Neighbouring output columns of a thread."""
+        return min(self.d_slice // self.lanes_n, self.vector)
+
+    @property
+    def groups(self):
+        """How many times a thread owns such columns."""
+        return self.d_slice // self.lanes_n // self.own
 
     @property
     def c_tile(self):

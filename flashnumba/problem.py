@@ -84,9 +84,20 @@ class Problem:
         """The same problem with its arrays copied to the current GPU, if they are not there yet."""
         import cupy
 
-        move = lambda x: None if x is None else cupy.asarray(x)
-        names = ("q", "k", "v", "q_lengths", "kv_lengths")
-        return replace(self, **{n: move(getattr(self, n)) for n in names})
+        move = cupy.asarray
+        lengths = lambda x: None if x is None else cupy.asarray(x, np.int64)
+        return replace(
+            self,
+            q=move(self.q),
+            k=move(self.k),
+            v=move(self.v),
+            q_lengths=lengths(self.q_lengths),
+            kv_lengths=lengths(self.kv_lengths),
+        )
+
+    def place(self, x):
+        """An array that passed `to_rows` or `to_lse`, beside q; None stays None."""
+        return None if x is None else self.xp.asarray(x)
 
     def to_rows(self, name, x, shape):
         """A gradient or result the caller passed back, as a (batch, seqlen, heads, dim) view."""
@@ -123,13 +134,10 @@ class Problem:
         return self._to_caller(x[(0,) * (4 - self.ndim)])
 
     def _companion(self, name, x):
-        given = arrays.accept(name, x)
-        want = arrays.library(arrays.accept("q", self.like))
+        given, want = arrays.accept(name, x), arrays.library(self.q)
         if arrays.library(given) != want:
             raise TypeError(f"{name} is a {arrays.library(given)} array, but q is a {want} array")
         _same_gpu(name, given, self.q)
-        if arrays.library(given) != arrays.library(self.q):
-            given = self.xp.asarray(given)
         return given
 
     def _user(self, shape):
@@ -166,6 +174,7 @@ def prepare(
     arrays.importer(like)
     _check_kinds(q, k, v)
     _check_shapes(q, k, v, layout)
+    backend = _backend(backend, arrays.library(q))
     ndim = q.ndim
     q, k, v = (_four_axes(x, layout) for x in (q, k, v))
     left, right, upper_left = _mask(causal, window)
@@ -181,7 +190,7 @@ def prepare(
         kv_lengths=_lengths("kv_lengths", kv_lengths, k, "seqlen_kv"),
         layout=layout,
         ndim=ndim,
-        backend=_backend(backend, arrays.library(q)),
+        backend=backend,
         like=like,
     )
 
@@ -288,7 +297,7 @@ def _scale(scale, head_dim):
 
 
 def _lengths(name, lengths, x, seqlen_name):
-    """Lengths as int64 beside `x`. Those on a GPU are not read back: kernels clamp them."""
+    """Lengths, int64 if in NumPy. Those on a GPU are not read back: kernels clamp them."""
     if lengths is None:
         return None
     batch, seqlen = x.shape[:2]
@@ -315,8 +324,7 @@ def _lengths(name, lengths, x, seqlen_name):
             )
     elif arrays.library(x) == "numpy":
         raise TypeError(f"{name} is a cupy array, but q is a numpy array")
-    with arrays.device_of(x):
-        return arrays.module(x).asarray(lengths, dtype=np.int64)
+    return lengths.astype(np.int64) if xp is np else lengths
 
 
 def _backend(backend, kind):

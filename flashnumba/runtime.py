@@ -25,6 +25,8 @@ from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
+
 COMPILERS = ("numba-cuda", "numba", "llvmlite", "cuda-core", "nvidia-nvvm", "nvidia-nvjitlink")
 INFO = re.compile(
     r"(?P<stack>\d+) bytes stack frame, (?P<spills>\d+) bytes spill stores.*"
@@ -220,12 +222,12 @@ def launch(kernel, grid, args):
     """
     import cupy
 
+    if grid >= 1 << 31:
+        raise ValueError(f"the problem needs {grid} thread blocks; CUDA allows {(1 << 31) - 1}")
     device = cupy.cuda.runtime.getDevice()
     function = _loaded.get((kernel, device))
     if function is None:
         function = _loaded[kernel, device] = load(kernel)[0]
-    if grid >= 1 << 31:
-        raise ValueError(f"the problem needs {grid} thread blocks; CUDA allows {(1 << 31) - 1}")
     flat = []
     for x, kind in zip(args, kernel.signature.args, strict=True):
         _flatten(flat, x, kind)
@@ -245,8 +247,6 @@ def load(kernel):
 
 def _flatten(flat, x, kind):
     """Append an argument in Numba's calling convention: an array is 5 + 2 ndim words."""
-    import numpy as np
-
     ndim = getattr(kind, "ndim", None)
     if ndim is None:
         flat.append(getattr(np, kind.name)(x))

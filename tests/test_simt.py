@@ -174,7 +174,7 @@ FACTORIES = ("make_forward", "make_delta", "make_backward_dkdv", "make_backward_
 
 def mutant(old, new, occurrence=0):
     """The kernels with one occurrence of `old` in their source replaced."""
-    functions = [simt.tile, *(getattr(simt, name) for name in FACTORIES)]
+    functions = [simt.products, simt.tile, *(getattr(simt, name) for name in FACTORIES)]
     source = "\n".join(inspect.getsource(f) for f in functions)
     parts = source.split(old)
     assert len(parts) > occurrence + 1, f"the kernels no longer contain {old!r}"
@@ -190,8 +190,8 @@ MUTANTS = {
     "unchanged": ("ZERO", "ZERO", 0),
     "no_barrier_before_product_nt": (*BARRIER, 0),
     "no_barrier_after_product_nt": (*BARRIER, 1),
-    "no_barrier_before_add_product": (*BARRIER, 2),
-    "no_barrier_after_add_product": (*BARRIER, 3),
+    "no_barrier_before_product_nn": (*BARRIER, 2),
+    "no_barrier_after_product_nn": (*BARRIER, 3),
     "l_not_rescaled": ("a * l[i] + row_sum(p_sum)", "l[i] + row_sum(p_sum)"),
     "acc_not_rescaled": ("acc[i, x] *= a", "acc[i, x] *= ONE"),
     "row_sum_of_one_thread": ("row_sum(p_sum)", "p_sum"),

@@ -1,8 +1,8 @@
 """What the SIMT kernels share: numbers, and the products of tiles that do all their arithmetic.
 
 A block of lanes_m x lanes_n threads stands over a tile. Thread (ty, tx) owns rows ty + lanes_m * i
-and columns tx + lanes_n * j of scores, and of an output the same rows and `OWN` neighbouring
-columns, `GROUPS` times.
+and columns tx + lanes_n * j of scores, and of an output the same rows and OWN neighbouring columns,
+GROUPS times, lanes_n * OWN apart.
 
 `index` tells the compiler that a number is not negative: that spares Numba's wrap-around code at
 each access, and lets four loads fuse into one of 16 bytes (seen in SASS: 48 LDS.128 for 192 LDS).
@@ -57,14 +57,10 @@ def number(dtype):
 
 @cache
 def tile(config):
-    """The named operations of a tile, shared by all kernels of this file."""
-    THREADS, LANES_M, LANES_N = config.threads, config.lanes_m, config.lanes_n
-    ROWS, COLS, BLOCK_M, BLOCK_N = config.rows, config.cols, config.block_m, config.block_n
-    D_TILE, C_TILE, D_SLICE = config.d_tile, config.c_tile, config.d_slice
-    VECTOR = 16 // config.itemsize  # numbers in one 16-byte load
-    OWN = min(D_SLICE // LANES_N, VECTOR)  # neighbouring output columns of a thread,
-    GROUPS = D_SLICE // LANES_N // OWN  # this many times, LANES_N * OWN apart
-    widen, narrow, REAL = number(config.dtype)
+    """A block's place in the problem, its threads' places in a tile, and what rows do together."""
+    LANES_M, LANES_N, ROWS = config.lanes_m, config.lanes_n, config.rows
+    OWN, GROUPS = config.own, config.groups
+    narrow, REAL = number(config.dtype)[1:]
     ZERO = REAL(0)
 
     @cuda.jit(device=True, forceinline=True)
@@ -72,6 +68,76 @@ def tile(config):
         """(ty, tx) of this thread in its block."""
         t = index(cuda.threadIdx.x)
         return t // LANES_N, t % LANES_N
+
+    @cuda.jit(device=True, forceinline=True)
+    def store(x, row0, rows, slice0, acc, factor):
+        """x[row0:, slice0:] = factor[i] * acc of this thread's rows; zero past row `rows`."""
+        ty, tx = thread()
+        for i in range(ROWS):
+            row = row0 + ty + LANES_M * i
+            if row < x.shape[0]:
+                for g in range(GROUPS):
+                    for y in range(OWN):
+                        col = slice0 + OWN * (tx + LANES_N * g) + y
+                        if col < x.shape[1]:
+                            value = factor[i] * acc[i, OWN * g + y] if row < rows else ZERO
+                            x[row, col] = narrow(value)
+
+    @cuda.jit(device=True, forceinline=True)
+    def row_max(x):
+        """The largest x of the LANES_N threads that share a row."""
+        lane = LANES_N // 2
+        while lane > 0:
+            x = max(x, cuda.shfl_xor_sync(0xFFFFFFFF, x, lane))
+            lane //= 2
+        return x
+
+    @cuda.jit(device=True, forceinline=True)
+    def row_sum(x):
+        """The sum of x over the LANES_N threads that share a row."""
+        lane = LANES_N // 2
+        while lane > 0:
+            x += cuda.shfl_xor_sync(0xFFFFFFFF, x, lane)
+            lane //= 2
+        return x
+
+    @cuda.jit(device=True, forceinline=True)
+    def length(lengths, b, seqlen):
+        """How many rows of batch entry b count; all if `lengths` is empty. Values are clamped."""
+        if lengths.shape[0] == 0:
+            return seqlen
+        return min(max(lengths[b], 0), seqlen)
+
+    @cuda.jit(device=True, forceinline=True)
+    def coordinates(blocks, slices, heads):
+        """(block, slice, h, b) of this thread block; neighbours share a head and its L2 lines."""
+        rest = index(cuda.blockIdx.x)
+        block = rest % blocks
+        rest //= blocks
+        part = rest % slices
+        rest //= slices
+        return block, part, rest % heads, rest // heads
+
+    return SimpleNamespace(
+        thread=thread,
+        store=store,
+        row_max=row_max,
+        row_sum=row_sum,
+        length=length,
+        coordinates=coordinates,
+    )
+
+
+@cache
+def products(config):
+    """(product_nt, product_nn): a b^T of two arrays, and p b with p in shared memory."""
+    THREADS, LANES_M, LANES_N = config.threads, config.lanes_m, config.lanes_n
+    ROWS, COLS, BLOCK_M, BLOCK_N = config.rows, config.cols, config.block_m, config.block_n
+    D_TILE, C_TILE, D_SLICE = config.d_tile, config.c_tile, config.d_slice
+    VECTOR, OWN, GROUPS = config.vector, config.own, config.groups
+    widen, _, REAL = number(config.dtype)
+    ZERO = REAL(0)
+    thread = tile(config).thread
 
     def loader(height, width):
         """Make load: x_smem (height, width) = factor * x[row0:, col0:], zero outside of x.
@@ -167,62 +233,4 @@ def tile(config):
                                     out[i, OWN * g + x] += p_frag[i, y] * b_frag[g, x]
             cuda.syncthreads()
 
-    @cuda.jit(device=True, forceinline=True)
-    def store(x, row0, rows, slice0, acc, factor):
-        """x[row0:, slice0:] = factor[i] * acc of this thread's rows; zero past row `rows`."""
-        ty, tx = thread()
-        for i in range(ROWS):
-            row = row0 + ty + LANES_M * i
-            if row < x.shape[0]:
-                for g in range(GROUPS):
-                    for y in range(OWN):
-                        col = slice0 + OWN * (tx + LANES_N * g) + y
-                        if col < x.shape[1]:
-                            value = factor[i] * acc[i, OWN * g + y] if row < rows else ZERO
-                            x[row, col] = narrow(value)
-
-    @cuda.jit(device=True, forceinline=True)
-    def row_max(x):
-        """The largest x of the LANES_N threads that share a row."""
-        lane = LANES_N // 2
-        while lane > 0:
-            x = max(x, cuda.shfl_xor_sync(0xFFFFFFFF, x, lane))
-            lane //= 2
-        return x
-
-    @cuda.jit(device=True, forceinline=True)
-    def row_sum(x):
-        """The sum of x over the LANES_N threads that share a row."""
-        lane = LANES_N // 2
-        while lane > 0:
-            x += cuda.shfl_xor_sync(0xFFFFFFFF, x, lane)
-            lane //= 2
-        return x
-
-    @cuda.jit(device=True, forceinline=True)
-    def length(lengths, b, seqlen):
-        """How many rows of batch entry b count; all if `lengths` is empty. Values are clamped."""
-        if lengths.shape[0] == 0:
-            return seqlen
-        return min(max(lengths[b], 0), seqlen)
-
-    @cuda.jit(device=True, forceinline=True)
-    def coordinates(blocks, slices, heads):
-        """(block, slice, h, b) of this thread block; neighbours share a head and its L2 lines."""
-        rest = index(cuda.blockIdx.x)
-        block = rest % blocks
-        rest //= blocks
-        part = rest % slices
-        rest //= slices
-        return block, part, rest % heads, rest // heads
-
-    return SimpleNamespace(
-        thread=thread,
-        product_nt=product_nt,
-        product_nn=product_nn,
-        store=store,
-        row_max=row_max,
-        row_sum=row_sum,
-        length=length,
-        coordinates=coordinates,
-    )
+    return product_nt, product_nn

@@ -37,7 +37,7 @@ from numba.cuda import types
 from numba.cuda.extending import register_jitable
 
 from flashnumba.config import Kernel
-from flashnumba.device.tile import index, number, tile
+from flashnumba.device.tile import index, number, products, tile
 from flashnumba.window import alignment, interval, tiles
 
 for function in (alignment, interval, tiles):
@@ -75,8 +75,8 @@ def make_forward(config):
     REAL = number(config.dtype)[2]
     ZERO, ONE, MINUS_INF = REAL(0), REAL(1), REAL(-np.inf)
     op = tile(config)
-    thread, coordinates, length = op.thread, op.coordinates, op.length
-    product_nt, product_nn, store = op.product_nt, op.product_nn, op.store
+    thread, coordinates, length, store = op.thread, op.coordinates, op.length, op.store
+    product_nt, product_nn = products(config)
     row_max, row_sum = op.row_max, op.row_sum
 
     def forward(q, k, v, o, lse, q_lengths, kv_lengths, scale, left, right, upper_left):
@@ -205,8 +205,8 @@ def make_backward_dkdv(config):
     REAL = number(config.dtype)[2]
     ZERO, ONE, MINUS_INF = REAL(0), REAL(1), REAL(-np.inf)
     op = tile(config)
-    thread, coordinates, length = op.thread, op.coordinates, op.length
-    product_nt, product_nn, store = op.product_nt, op.product_nn, op.store
+    thread, coordinates, length, store = op.thread, op.coordinates, op.length, op.store
+    product_nt, product_nn = products(config)
 
     def backward_dkdv(
         do, q, k, v, lse, delta, dk, dv, q_lengths, kv_lengths, scale, left, right, upper_left
@@ -309,8 +309,8 @@ def make_backward_dq(config):
     REAL = number(config.dtype)[2]
     ZERO, ONE, MINUS_INF = REAL(0), REAL(1), REAL(-np.inf)
     op = tile(config)
-    thread, coordinates, length = op.thread, op.coordinates, op.length
-    product_nt, product_nn, store = op.product_nt, op.product_nn, op.store
+    thread, coordinates, length, store = op.thread, op.coordinates, op.length, op.store
+    product_nt, product_nn = products(config)
 
     def backward_dq(
         do, q, k, v, lse, delta, dq, q_lengths, kv_lengths, scale, left, right, upper_left
