@@ -131,7 +131,7 @@ def attention_backward(do, q, k, v, o, lse, *, dlse=None, deterministic=True, **
     """
     options.pop("return_lse", None)
     problem = prepare(q, k, v, **options)
-    do, o = (problem.to_rows(n, x, problem.o_shape) for n, x in (("do", do), ("o", o)))
+    do, o = (problem.to_rows(n, x) for n, x in (("do", do), ("o", o)))
     lse = problem.to_lse("lse", lse)
     dlse = None if dlse is None else problem.to_lse("dlse", dlse)
     with _resources(problem):
@@ -166,7 +166,7 @@ def attention_vjp(q, k, v, *, return_lse=False, deterministic=True, **options):
             result = result, problem.from_lse(lse)
 
     def pullback(do, dlse=None):
-        do = problem.to_rows("do", do, problem.o_shape)
+        do = problem.to_rows("do", do)
         dlse = None if dlse is None else problem.to_lse("dlse", dlse)
         with _resources(problem):
             grads = _backward(here, here.place(do), o, lse, here.place(dlse))

@@ -99,13 +99,13 @@ class Problem:
         """An array that passed `to_rows` or `to_lse`, beside q; None stays None."""
         return None if x is None else self.xp.asarray(x)
 
-    def to_rows(self, name, x, shape):
-        """A gradient or result the caller passed back, as a (batch, seqlen, heads, dim) view."""
+    def to_rows(self, name, x):
+        """o or its gradient, which the caller passed back, as a (batch, seqlen, heads, dim) view."""
         x = self._companion(name, x)
         full = _four_axes(x, self.layout) if x.ndim == self.ndim else None
-        if full is None or full.shape != shape:
+        if full is None or full.shape != self.o_shape:
             raise ValueError(
-                f"{name}.shape={x.shape} must be that of the output, {self._user(shape)}"
+                f"{name}.shape={x.shape} must be that of the output, {self._user(self.o_shape)}"
             )
         if full.dtype != self.q.dtype:
             raise TypeError(f"{name}.dtype={x.dtype} must be that of q, {self.q.dtype}")
