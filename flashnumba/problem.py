@@ -100,7 +100,7 @@ class Problem:
         return None if x is None else self.xp.asarray(x)
 
     def to_rows(self, name, x):
-        """o or its gradient, which the caller passed back, as a (batch, seqlen, heads, dim) view."""
+        """o or its gradient, passed back by the caller, as a (batch, seqlen, heads, dim) view."""
         x = self._companion(name, x)
         full = _four_axes(x, self.layout) if x.ndim == self.ndim else None
         if full is None or full.shape != self.o_shape:
