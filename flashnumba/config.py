@@ -9,13 +9,16 @@ from functools import cache
 class Kernel:
     """A kernel ready to compile or to simulate: a plain Python function and what it needs.
 
-    `key` names function and configuration in words; it is what the disk cache hashes.
+    `key` names function and configuration in words; it is what the disk cache hashes. `arch` is ""
+    for the instructions of every GPU, or "a" for those of one architecture only.
     """
 
     key: str
     function: Callable
     signature: object
     threads: int
+    shared_bytes: int = 0  # dynamic shared memory
+    arch: str = ""
 
 
 @dataclass(frozen=True)
@@ -105,3 +108,59 @@ def choose_simt(dtype, head_dim, head_dim_v, simulated=False):
     #     D 128      16.9   11.8      spills, 16.3      spills, 18.9     13.2    9.7
     # 8 x 4 entries need all 255 registers, and spill with some compilers and on other GPUs.
     return SimtConfig(dtype, 16, 16, 4, 4, d_tile, d_slice)
+
+
+@dataclass(frozen=True)
+class WgmmaConfig:
+    """Tiles of kernels/forward_wgmma.py.
+
+    `consumers` warpgroups own 64 query rows each and walk the keys `block_n` at a time; `head_dim`
+    is the width that is computed, to which narrower heads are padded with zeros.
+    """
+
+    dtype: str
+    head_dim: int
+    consumers: int
+    block_n: int
+    stages: int  # tiles of K, and as many of V, in shared memory
+    q_slots: int  # tiles of Q; with 2, one tile of rows begins while the one before it ends
+    turns: bool  # two consumers take turns at the tensor cores
+    tma: bool  # q, k, v and o can be addressed by TMA
+    negative: bool = False  # scale is below 0: scores are negated first
+
+    @property
+    def block_m(self):
+        return 64 * self.consumers
+
+    @property
+    def threads(self):
+        return 128 * (self.consumers + 1)
+
+    @property
+    def registers(self):
+        """A thread's registers as (producer, consumer)."""
+        return {2: (40, 232), 3: (32, 160)}[self.consumers]
+
+    @property
+    def q_bytes(self):
+        return 2 * self.block_m * self.head_dim
+
+    @property
+    def kv_bytes(self):
+        return 2 * self.block_n * self.head_dim
+
+    @property
+    def shared_bytes(self):
+        tiles = self.q_slots * self.q_bytes + 2 * self.stages * self.kv_bytes
+        return tiles + 1024  # barriers, records of work, rows of V that are not finite
+
+
+def choose_wgmma(dtype, head_dim, causal, tma, negative=False):
+    """The tile configuration of the Hopper forward for one problem."""
+    width = next(size for size in (64, 128, 256) if head_dim <= size)
+    consumers, block_n, stages, q_slots = {
+        64: (2, 128, 2, 2),
+        128: (2, 128, 2, 2),
+        256: (2, 80, 2, 1),
+    }[width]
+    return WgmmaConfig(dtype, width, consumers, block_n, stages, q_slots, True, tma, negative)

@@ -239,7 +239,8 @@ def load(kernel):
     import cupy
 
     digits = cupy.cuda.Device().compute_capability  # "90" is 9.0
-    cubin = cached_cubin(kernel, (int(digits[:-1]), int(digits[-1])))
+    cc = (int(digits[:-1]), int(digits[-1]), *kernel.arch)
+    cubin = cached_cubin(kernel, cc)
     module = cupy.cuda.function.Module()
     module.load(cubin.code)
     return module.get_function(cubin.entry), cubin

@@ -7,9 +7,12 @@ race. Shared and local memory start as NaN, so that what is read before it is wr
 When no thread can move, the deadlock is reported with who waits where.
 
 A kernel needs no preparation: `as_python` rebuilds its function, and those it calls, with `cuda`
-and `math` replaced by the versions below and jitted functions by their Python bodies. The seam for
-further instructions is that replacement: an instruction is a function with a Python meaning, and
-`collective` runs a meaning once for a group of lanes.
+and `math` replaced by the versions below, jitted functions by their Python bodies and instructions
+(ptx/) by their meanings. `collective` runs a meaning once for a group of lanes.
+
+Families of instructions keep their own state in parts of the block: barriers, copies in flight, and
+so on. What is asynchronous arrives as late as the machine allows: a copy when no thread can move
+without it, a tensor core's result when a wait asks for it. Until then its destination is NaN.
 """
 
 import contextlib
@@ -23,6 +26,8 @@ import numpy as np
 from greenlet import getcurrent, greenlet
 from numba import cuda
 from numba.cuda.dispatcher import CUDADispatcher
+
+from flashnumba.tensormap import TensorMap
 
 
 class Deadlock(RuntimeError):
@@ -58,8 +63,8 @@ def launch(kernel, grid, args, seed=None):
     grid : int
         Number of blocks.
     args : sequence
-        NumPy arrays and scalars in the order of the kernel's parameters; None is an empty array.
-        bfloat16 arrays are passed as their bits.
+        NumPy arrays, TensorMaps and scalars in the order of the kernel's parameters; None is an
+        empty array. bfloat16 arrays are passed as their bits.
     seed : int, optional
         Shuffle the order of threads at every turn; by default as `shuffled` says, or not at all.
 
@@ -78,7 +83,7 @@ def launch(kernel, grid, args, seed=None):
             python(*args)
 
     for index in range(grid):
-        Block(index, grid, kernel.threads, order).run(body)
+        Block(index, grid, kernel.threads, order, kernel.shared_bytes).run(body)
 
 
 def as_argument(x, kind):
@@ -86,17 +91,34 @@ def as_argument(x, kind):
     if hasattr(kind, "ndim"):
         if x is None:
             return np.empty((0,) * kind.ndim, kind.dtype.name)
-        return x.view(np.uint16) if x.dtype.name == "bfloat16" else x
+        return x if x.dtype == kind.dtype.name else x.view(kind.dtype.name)
+    if isinstance(x, TensorMap) or kind.name == "none":
+        return x
     return getattr(np, kind.name)(x)
 
 
 class Block:
     """One thread block: its shared memory, its meetings, and the scheduler of its threads."""
 
-    def __init__(self, index, grid, threads, order):
+    def __init__(self, index, grid, threads, order, shared_bytes=0):
         self.index, self.grid, self.size, self.order = index, grid, threads, order
         self.shared = []  # arrays in the order in which a thread asks for them
+        self.dynamic = np.full(shared_bytes, 0xFF, np.uint8)  # NaN in every floating-point type
         self.meetings = {}  # (what, group) -> Meeting
+        self.parts = {}  # class -> what a family of instructions keeps about this block
+
+    def part(self, kind):
+        """The block's own `kind`, made at its first use.
+
+        A part may have `deliver()`, which lets one pending effect happen and says whether there was
+        one, and `finish()`, which raises if the block must not end like this.
+        """
+        if kind not in self.parts:
+            self.parts[kind] = kind(self)
+        return self.parts[kind]
+
+    def deliver(self):
+        return any(part.deliver() for part in self.parts.values() if hasattr(part, "deliver"))
 
     def run(self, body):
         """Run `body` once per thread, each until it has to wait, until all are done."""
@@ -112,11 +134,14 @@ class Block:
             for thread in threads:
                 thread.switch()
             alive = [t for t in threads if not t.dead]
-            if len(alive) == len(threads) and not self.progress:
+            if len(alive) == len(threads) and not self.progress and not self.deliver():
                 where = Counter(t.waits for t in threads)
                 who = "; ".join(f"{n} of {self.size} threads in {w}" for w, n in where.items())
                 raise Deadlock(f"block {self.index}: nothing moves: {who}")
             threads = alive
+        for part in self.parts.values():
+            if hasattr(part, "finish"):
+                part.finish()
 
 
 class Meeting:
@@ -124,6 +149,16 @@ class Meeting:
 
     def __init__(self, size):
         self.size, self.operands, self.results, self.left = size, {}, None, 0
+
+
+def current_block():
+    """The block of the thread that runs now."""
+    return getcurrent().block
+
+
+def current_thread():
+    """The number in its block of the thread that runs now."""
+    return getcurrent().tid
 
 
 def wait_until(condition, what):
@@ -170,8 +205,10 @@ def poisoned(shape, dtype):
 
 
 def shared_array(shape, dtype, alignment=None):
-    """The n-th array that a thread asks for is the n-th of its block."""
+    """The n-th array that a thread asks for is the n-th of its block; size 0 is dynamic memory."""
     me = getcurrent()
+    if shape == 0:
+        return me.block.dynamic
     if me.shared_count == len(me.block.shared):
         me.block.shared.append(poisoned(shape, dtype))
     me.shared_count += 1
@@ -187,12 +224,44 @@ def syncthreads():
     collective("syncthreads", me.block.size, None, nothing)
 
 
-def shfl_xor_sync(mask, value, lane_mask):
-    """Lane i receives the value of lane i ^ lane_mask; all 32 lanes take part."""
+def warp_wide(name, mask, value, exchange):
+    """Meet the other lanes of the warp; all 32 must take part."""
     if mask != 0xFFFFFFFF:
-        raise SimulatorError(f"shfl_xor_sync: {mask=:#x} must name all 32 lanes")
+        raise SimulatorError(f"{name}: {mask=:#x} must name all 32 lanes")
+    return collective(name, 32, value, exchange)
+
+
+def shfl_xor_sync(mask, value, lane_mask):
+    """Lane i receives the value of lane i ^ lane_mask."""
     exchange = lambda v: [v[i ^ lane_mask] for i in range(len(v))]
-    return collective(f"shfl_xor_sync {lane_mask}", 32, value, exchange)
+    return warp_wide(f"shfl_xor_sync {lane_mask}", mask, value, exchange)
+
+
+def shfl_sync(mask, value, lane):
+    """Every lane receives the value of one."""
+    return warp_wide("shfl_sync", mask, value, lambda v: [v[lane]] * len(v))
+
+
+def any_sync(mask, predicate):
+    """Whether the predicate holds in any of the 32 lanes."""
+    return warp_wide("any_sync", mask, bool(predicate), lambda v: [any(v)] * len(v))
+
+
+def ballot_sync(mask, predicate):
+    """Bit i says whether the predicate holds in lane i."""
+    bits = lambda v: [np.uint32(sum(bool(x) << i for i, x in enumerate(v)))] * len(v)
+    return warp_wide("ballot_sync", mask, predicate, bits)
+
+
+def syncwarp(mask=0xFFFFFFFF):
+    warp_wide("syncwarp", mask, None, nothing)
+
+
+def atomic_add(array, index, value):
+    """Returns the old value; no other thread runs in between."""
+    old = array[index]
+    array[index] += value
+    return old
 
 
 class SimulatedCuda:
@@ -202,6 +271,11 @@ class SimulatedCuda:
     local = SimpleNamespace(array=local_array)
     syncthreads = staticmethod(syncthreads)
     shfl_xor_sync = staticmethod(shfl_xor_sync)
+    shfl_sync = staticmethod(shfl_sync)
+    any_sync = staticmethod(any_sync)
+    ballot_sync = staticmethod(ballot_sync)
+    syncwarp = staticmethod(syncwarp)
+    atomic = SimpleNamespace(add=atomic_add)
     threadIdx = property(lambda self: SimpleNamespace(x=getcurrent().tid))
     blockIdx = property(lambda self: SimpleNamespace(x=getcurrent().block.index))
     blockDim = property(lambda self: SimpleNamespace(x=getcurrent().block.size))
@@ -221,6 +295,8 @@ def as_python(fn, memo):
             return as_python(x.py_func, memo)
         if x is cuda:
             return SIMULATED_CUDA
+        if hasattr(x, "simulated"):  # an instruction of ptx/
+            return x.simulated
         return SIMULATED_MATH if x is math else x
 
     if fn not in memo:

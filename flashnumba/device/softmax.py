@@ -1,0 +1,68 @@
+"""The online softmax on accumulators of tensor cores.
+
+A thread has two rows of a tile, 8 apart, and of each the same columns: register 4 j + 2 r + x is
+row r, column 8 j + x from its first. The 4 neighbouring lanes of a warp share their rows.
+"""
+
+from functools import cache
+
+import numpy as np
+from numba import cuda
+
+from flashnumba.ptx.thread import ex2, max_f32
+
+ALL_LANES = 0xFFFFFFFF
+MINUS_INF, ZERO = np.float32(-np.inf), np.float32(0)
+
+
+@cuda.jit(device=True, forceinline=True)
+def row_max(x):
+    """The largest x of the lanes that share a row."""
+    x = max_f32(x, cuda.shfl_xor_sync(ALL_LANES, x, 1))
+    return max_f32(x, cuda.shfl_xor_sync(ALL_LANES, x, 2))
+
+
+@cuda.jit(device=True, forceinline=True)
+def row_sum(x):
+    """The sum over the lanes that share a row."""
+    x += cuda.shfl_xor_sync(ALL_LANES, x, 1)
+    return x + cuda.shfl_xor_sync(ALL_LANES, x, 2)
+
+
+@cache
+def fragment(columns):
+    """(mask, softmax) of a fragment s of `columns` columns."""
+    COLUMNS_8 = columns // 8
+
+    @cuda.jit(device=True, forceinline=True)
+    def mask(s, r, lo, hi):
+        """In row r only columns [lo, hi), counted from the thread's first, are seen."""
+        for j in range(COLUMNS_8):
+            for x in range(2):
+                if not lo <= 8 * j + x < hi:
+                    s[4 * j + 2 * r + x] = MINUS_INF
+
+    @cuda.jit(device=True, forceinline=True)
+    def softmax(s, m, l, a, scale):
+        """s becomes p; m and l move on, and a is what acc has to be multiplied by.
+
+        m' = max(m, max s), a = e^(m - m'), p = e^(s - m'), l' = a l + sum p, with exponentials to
+        base 2 and `scale` = scale * log2(e), so that one FMA comes before each. l is this lane's
+        part of the sum. A row that has seen nothing keeps m = -inf; subtracting 0 gives p = 0.
+        """
+        for r in range(2):
+            m_new = m[r]
+            for j in range(COLUMNS_8):
+                m_new = max_f32(m_new, max_f32(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]))
+            m_new = row_max(m_new)
+            m_scaled = m_new * scale if m_new != MINUS_INF else ZERO
+            a[r] = ex2(m[r] * scale - m_scaled)
+            m[r] = m_new
+            l[r] *= a[r]
+            for j in range(COLUMNS_8):
+                for x in range(2):
+                    p = ex2(s[4 * j + 2 * r + x] * scale - m_scaled)
+                    s[4 * j + 2 * r + x] = p
+                    l[r] += p
+
+    return mask, softmax

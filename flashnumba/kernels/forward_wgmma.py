@@ -1,0 +1,533 @@
+"""The forward pass on Hopper: TMA brings tiles, wgmma multiplies them, mbarriers keep the order.
+
+The same m, l and acc (u) as in `reference.attention_tiled`; what is new is who does what, when. A
+block stays on its multiprocessor and takes one tile of query rows (a "work") after another from a
+counter until there are none. One warpgroup moves data, two or three compute, 64 rows each:
+
+    warp 0       load     Q  K  K  V  K  V  K  V .. | next work: Q  K  V  K  V  K  V ..
+    warps 2, 3   guard    what is not finite in V, from queries that must not see it
+    warps 4 ..   consume     s  s|acc  s|acc  ..      s|acc -> o  s|acc  s|acc ..
+    warp 1       store                                         O
+
+`s` is the product q k^T of a key tile, `acc` is p v of the tile *before* it. They are issued
+together, so the tensor cores multiply p v while the softmax of the newer scores is computed:
+
+    issue s_j = q k_j^T          issue acc += p_{j-1} v_{j-1}
+    wait for s_j                 m' = max(m, max s_j); a = e^(m - m'); p_j = e^(s_j - m'); l
+    wait for acc                 acc *= a
+
+With two slots for Q this runs on across works: the first s of the next work is issued with the last
+acc of this one. Besides, two warpgroups take turns: one computes its softmax while the other has
+the tensor cores. Key tiles come from the last to the first, so causal's masked tile is the first.
+
+Events, by slots of rings (Q has Q_SLOTS; K and V have STAGES):
+
+    q_full   a work and its Q are there     q_empty   its O, written over Q, is stored
+    k_full   K is there                     k_empty   every consumer has its scores
+    v_full   V is there                     v_empty   every consumer has added it
+    v_ready  ... and guarded                o_full    every consumer has written its O over Q
+
+Source: Shah et al., FlashAttention-3 (2024): warp roles, turns, two products in flight.
+"""
+
+from functools import cache
+
+import numpy as np
+from numba import cuda
+from numba.cuda import types
+from numba.cuda.extending import register_jitable
+
+from flashnumba.config import Kernel
+from flashnumba.device.guard import guard
+from flashnumba.device.pipeline import event
+from flashnumba.device.sequence import alignment, interval, length, place, tiles
+from flashnumba.device.softmax import fragment, row_sum
+from flashnumba.ptx.barrier import (
+    bar_arrive,
+    bar_sync,
+    fence_mbarrier_init,
+    mbarrier_arrive,
+    mbarrier_arrive_expect_tx,
+    mbarrier_init,
+    setmaxnreg_dec,
+    setmaxnreg_inc,
+)
+from flashnumba.ptx.layout import descriptor_constant, k_major, mn_major, swizzle128
+from flashnumba.ptx.shared import (
+    cvta_to_shared,
+    fence_proxy_async,
+    ld_shared_u16,
+    ld_shared_u32,
+    st_shared_u32,
+    stmatrix_x4,
+)
+from flashnumba.ptx.thread import cvt_bf16x2, cvt_f16x2, lg2, rcp
+from flashnumba.ptx.tma import (
+    cp_async_bulk_commit_group,
+    cp_async_bulk_tensor_load,
+    cp_async_bulk_tensor_store,
+    cp_async_bulk_wait_group,
+    cp_async_bulk_wait_group_read,
+)
+from flashnumba.ptx.wgmma import (
+    wgmma_commit_group,
+    wgmma_fence_of,
+    wgmma_rs,
+    wgmma_ss,
+    wgmma_wait_group,
+    zero,
+)
+
+register_jitable(swizzle128)
+ALL_LANES = 0xFFFFFFFF
+# A work as the loader describes it to the others: its rows, and the key tiles that they visit.
+ROW0, HEAD, BATCH, BEGIN, FULL_BEGIN, FULL_END, END, Q_LENGTH, KV_LENGTH, BAD = range(10)
+RECORD = 48  # bytes
+i32, u32, u64, f32 = np.int32, np.uint32, np.uint64, np.float32
+
+
+@cache
+def make_forward(config):
+    """o and lse."""
+    D, BLOCK_M, BLOCK_N = config.head_dim, config.block_m, config.block_n
+    CONSUMERS, STAGES, Q_SLOTS = config.consumers, config.stages, config.q_slots
+    TURNS, TMA, NEGATIVE, OVERLAP = config.turns, config.tma, config.negative, config.q_slots > 1
+    Q_BYTES, Q_SUBTILE = config.q_bytes, 128 * BLOCK_M
+    KV_BYTES, KV_SUBTILE = config.kv_bytes, 128 * BLOCK_N
+    S_SIZE, P_SIZE, ACC_SIZE, SUBTILES = BLOCK_N // 2, BLOCK_N // 4, D // 2, D // 64
+    K_MAJOR, MN_MAJOR = descriptor_constant(), descriptor_constant(KV_SUBTILE)
+    MINUS_INF, ZERO, LN2 = f32(-np.inf), f32(0), f32(np.log(2))
+
+    # Shared memory: Q, K, V, the barriers of each event, the description of each work.
+    K_AT = Q_SLOTS * Q_BYTES
+    V_AT = K_AT + STAGES * KV_BYTES
+    EVENTS_AT = V_AT + STAGES * KV_BYTES
+    K_EVENTS_AT = EVENTS_AT + 3 * 8 * Q_SLOTS
+    WORKS_AT = K_EVENTS_AT + 5 * 8 * STAGES
+    of_q = [event(EVENTS_AT + 8 * Q_SLOTS * i, Q_SLOTS) for i in range(3)]
+    of_kv = [event(K_EVENTS_AT + 8 * STAGES * i, STAGES) for i in range(5)]
+    (q_full, wait_q, _, arrive_q), (q_empty, _, wait_q_empty, release_q), o_event = of_q
+    (k_full, wait_k, _, _), (k_empty, _, wait_k_empty, release_k), *v_events = of_kv
+    (v_full, wait_v, _, _), (v_ready, wait_v_ready, _, arrive_v_ready), v_empty_event = v_events
+    v_empty, _, wait_v_empty, release_v = v_empty_event
+    o_full, wait_o, _, arrive_o = o_event
+
+    k_steps, n_steps = range(D // 16), range(BLOCK_N // 16)
+    q_steps = tuple(k_major(BLOCK_M, k) for k in k_steps)
+    gemm_qk = wgmma_ss(BLOCK_N, config.dtype, q_steps, tuple(k_major(BLOCK_N, k) for k in k_steps))
+    gemm_pv = wgmma_rs(D, config.dtype, tuple(mn_major(k) for k in n_steps))
+    wait_s_alone, wait_s = wgmma_wait_group(0, S_SIZE), wgmma_wait_group(1, S_SIZE)
+    fence_acc = wgmma_fence_of(ACC_SIZE, P_SIZE)
+    wait_acc, zero_acc = wgmma_wait_group(0, ACC_SIZE), zero(ACC_SIZE)
+    release_registers = setmaxnreg_dec(config.registers[0])
+    take_registers = setmaxnreg_inc(config.registers[1])
+    pack = cvt_f16x2 if config.dtype == "float16" else cvt_bf16x2
+    mask, softmax = fragment(BLOCK_N)
+    clean, restore = guard(config.dtype, BLOCK_N, D)
+
+    @cuda.jit(device=True, forceinline=True)
+    def q_slot(smem, turn):
+        return smem + turn % u32(Q_SLOTS) * u32(Q_BYTES)
+
+    @cuda.jit(device=True, forceinline=True)
+    def k_slot(smem, n):
+        return smem + u32(K_AT) + n % u32(STAGES) * u32(KV_BYTES)
+
+    @cuda.jit(device=True, forceinline=True)
+    def v_slot(smem, n):
+        return smem + u32(V_AT) + n % u32(STAGES) * u32(KV_BYTES)
+
+    @cuda.jit(device=True, forceinline=True)
+    def describe(smem, turn, i, value):
+        """Set number i of the description of this block's work number `turn`."""
+        st_shared_u32(smem + u32(WORKS_AT + 4 * i) + turn % u32(Q_SLOTS) * u32(RECORD), u32(value))
+
+    @cuda.jit(device=True, forceinline=True)
+    def field(smem, turn, i):
+        """Read it."""
+        at = smem + u32(WORKS_AT) + u32(4 * i) + turn % u32(Q_SLOTS) * u32(RECORD)
+        return i32(ld_shared_u32(at))
+
+    @cuda.jit(device=True, forceinline=True)
+    def masked(smem, turn, n_block):
+        return not field(smem, turn, FULL_BEGIN) <= n_block < field(smem, turn, FULL_END)
+
+    @cuda.jit(device=True, forceinline=True)
+    def load_tile(target, x, x_map, full, rows, row0, h, b):
+        """Rows of a head, with zeros past the array; the barrier `full` tells when."""
+        lane = i32(cuda.threadIdx.x) % i32(32)
+        if TMA:
+            if lane == 0:
+                mbarrier_arrive_expect_tx(full, u32(2 * D * rows))
+                for i in range(SUBTILES):
+                    part = target + u32(128 * rows * i)
+                    cp_async_bulk_tensor_load(part, x_map, full, 64 * i, row0, h, b)
+        else:
+            for row in range(rows):
+                for i in range(SUBTILES):
+                    bits = u32(0)
+                    for half in range(2):
+                        column = 64 * i + 2 * lane + half
+                        if row0 + row < x.shape[1] and column < x.shape[3]:
+                            bits |= u32(x[b, row0 + row, h, column]) << u32(16 * half)
+                    at = 128 * rows * i + swizzle128(128 * row + 4 * lane)
+                    st_shared_u32(target + u32(at), bits)
+            fence_proxy_async()
+            cuda.syncwarp()
+            if lane == 0:
+                mbarrier_arrive(full)
+
+    @cuda.jit(device=True, forceinline=True)
+    def store_tile(o, o_map, source, row0, h, b):
+        """Rows of a head of O, except those past the array."""
+        lane = i32(cuda.threadIdx.x) % i32(32)
+        if TMA:
+            if lane == 0:
+                for i in range(SUBTILES):
+                    part = source + u32(Q_SUBTILE * i)
+                    cp_async_bulk_tensor_store(o_map, part, 64 * i, row0, h, b)
+                cp_async_bulk_commit_group()
+                cp_async_bulk_wait_group_read()
+        else:
+            for row in range(min(BLOCK_M, o.shape[1] - row0)):
+                for column in range(lane, o.shape[3], 32):
+                    at = column // 64 * Q_SUBTILE + swizzle128(128 * row + column % 64 * 2)
+                    o[b, row0 + row, h, column] = np.uint16(ld_shared_u16(source + u32(at)))
+        cuda.syncwarp()
+
+    @cuda.jit(device=True, forceinline=True)
+    def descriptor(constant, address):
+        return u64(constant) | u64((address >> u32(4)) & u32(0x3FFF))
+
+    @cuda.jit(device=True, forceinline=True)
+    def fragment_to_shared(acc, tile, row):
+        """acc as halves to the tile at which this warp's rows start with `row`."""
+        lane = i32(cuda.threadIdx.x) % i32(32)
+        for i in range(D // 16):
+            at = 128 * (row + lane % 16) + 32 * (i % 4) + 16 * (lane // 16)
+            stmatrix_x4(
+                tile + u32(Q_SUBTILE * (i // 4) + swizzle128(at)),
+                pack(acc[8 * i], acc[8 * i + 1]),
+                pack(acc[8 * i + 2], acc[8 * i + 3]),
+                pack(acc[8 * i + 4], acc[8 * i + 5]),
+                pack(acc[8 * i + 6], acc[8 * i + 7]),
+            )
+        fence_proxy_async()
+
+    def forward(
+        q, k, v, o, lse, q_map, k_map, v_map, o_map, q_lengths, kv_lengths, counter,
+        scale, left, right, upper_left, works, group,
+    ):  # fmt: skip
+        smem = cvta_to_shared(cuda.shared.array(0, np.uint8, alignment=1024))
+        thread = i32(cuda.threadIdx.x)
+        warp, lane = thread // i32(32), thread % i32(32)
+        heads, seqlen_q = i32(lse.shape[1]), i32(lse.shape[2])
+        kv_group = u32(heads) // u32(v.shape[2])
+
+        def announce(turn, work):
+            """Describe a work in its slot and load its Q; (begin, end, kv_head, b) for K and V."""
+            m_blocks = (seqlen_q + BLOCK_M - 1) // BLOCK_M
+            all_heads = u32(heads * i32(lse.shape[0]))
+            m_block, head = place(u32(work), u32(group), all_heads, u32(m_blocks))
+            row0, h, b = i32(m_block * BLOCK_M), i32(head % u32(heads)), i32(head // u32(heads))
+            q_length = length(q_lengths, b, seqlen_q)
+            kv_length = length(kv_lengths, b, v.shape[1])
+            offset = alignment(q_length, kv_length, upper_left)
+            last = min(row0 + BLOCK_M, q_length) - 1
+            begin, full_begin, full_end, end = tiles(
+                row0, last, offset, left, right, kv_length, BLOCK_N
+            )
+            end = max(end, begin + 1)  # a work without keys visits one tile, all of it masked
+            wait_q_empty(smem, turn)
+            if lane == 0:
+                describe(smem, turn, ROW0, row0)
+                describe(smem, turn, HEAD, h)
+                describe(smem, turn, BATCH, b)
+                describe(smem, turn, BEGIN, begin)
+                describe(smem, turn, FULL_BEGIN, full_begin)
+                describe(smem, turn, FULL_END, full_end)
+                describe(smem, turn, END, end)
+                describe(smem, turn, Q_LENGTH, q_length)
+                describe(smem, turn, KV_LENGTH, kv_length)
+                describe(smem, turn, BAD, 0)
+            cuda.syncwarp()
+            load_tile(q_slot(smem, turn), q, q_map, q_full(smem, turn), BLOCK_M, row0, h, b)
+            return i32(begin), i32(end), i32(u32(h) // u32(kv_group)), b
+
+        def load_k(n, n_block, h, b):
+            wait_k_empty(smem, n)
+            row0 = i32(n_block * BLOCK_N)
+            load_tile(k_slot(smem, n), k, k_map, k_full(smem, n), BLOCK_N, row0, h, b)
+
+        def load_v(n, n_block, h, b):
+            wait_v_empty(smem, n)
+            row0 = i32(n_block * BLOCK_N)
+            load_tile(v_slot(smem, n), v, v_map, v_full(smem, n), BLOCK_N, row0, h, b)
+
+        def load():
+            """K is one tile ahead of V, as the consumers use them; with OVERLAP across works."""
+            work, turn, n = i32(cuda.blockIdx.x), u32(0), u32(0)
+            begin, h, b = i32(0), i32(0), i32(0)
+            while work < works:
+                if not OVERLAP and turn > u32(0):
+                    load_v(n - u32(1), begin, h, b)
+                next_begin, end, next_h, next_b = announce(turn, work)
+                load_k(n, end - 1, next_h, next_b)
+                if OVERLAP and turn > u32(0):
+                    load_v(n - u32(1), begin, h, b)
+                begin, h, b = next_begin, next_h, next_b
+                work = i32(0)
+                if lane == 0:
+                    work = i32(cuda.atomic.add(counter, 0, 1)) + i32(cuda.gridDim.x)
+                work = cuda.shfl_sync(ALL_LANES, work, 0)
+                for n_block in range(end - 1, begin, -1):
+                    load_k(n + u32(1), n_block - 1, h, b)
+                    load_v(n, n_block, h, b)
+                    n += u32(1)
+                n += u32(1)
+                turn += u32(1)
+            if not OVERLAP:
+                load_v(n - u32(1), begin, h, b)
+            wait_q_empty(smem, turn)
+            if lane == 0:
+                describe(smem, turn, END, 0)  # there is no such work
+                arrive_q(smem, turn)
+            if OVERLAP:
+                load_v(n - u32(1), begin, h, b)
+            # The last block to end leaves the counter as it was: zeros.
+            if lane == 0 and cuda.atomic.add(counter, 1, 1) == cuda.gridDim.x - 1:
+                counter[0] = 0
+                counter[1] = 0
+
+        def add_bad_rows(turn, row0, h, b):
+            """O += what was kept from it, of the tiles that are masked."""
+            q_length, kv_length = field(smem, turn, Q_LENGTH), field(smem, turn, KV_LENGTH)
+            offset = alignment(q_length, kv_length, upper_left)
+            for n_block in range(field(smem, turn, BEGIN), field(smem, turn, END)):
+                if masked(smem, turn, n_block):
+                    for key in range(n_block * BLOCK_N, min((n_block + 1) * BLOCK_N, kv_length)):
+                        lo, hi = interval(key, -offset, right, left, q_length)
+                        first, last = max(lo - row0, 0), min(hi - row0, BLOCK_M)
+                        v_row = v[b, key, u32(h) // u32(kv_group)]
+                        restore(q_slot(smem, turn), BLOCK_M, v_row, first, last)
+            fence_proxy_async()
+            cuda.syncwarp()
+
+        def store():
+            turn = u32(0)
+            wait_q(smem, turn)
+            while field(smem, turn, END) > 0:
+                row0, h = field(smem, turn, ROW0), field(smem, turn, HEAD)
+                b = field(smem, turn, BATCH)
+                wait_o(smem, turn)
+                if field(smem, turn, BAD) != 0:
+                    add_bad_rows(turn, row0, h, b)
+                store_tile(o, o_map, q_slot(smem, turn), row0, h, b)
+                if lane == 0:
+                    release_q(smem, turn)
+                turn += u32(1)
+                wait_q(smem, turn)
+            if lane == 0:
+                cp_async_bulk_wait_group()
+
+        def guard_v():
+            turn, n = u32(0), u32(0)
+            wait_q(smem, turn)
+            while field(smem, turn, END) > 0:
+                for n_block in range(field(smem, turn, END) - 1, field(smem, turn, BEGIN) - 1, -1):
+                    wait_v(smem, n)
+                    if masked(smem, turn, n_block) and clean(v_slot(smem, n), warp - 2, 2):
+                        if lane == 0:
+                            describe(smem, turn, BAD, 1)
+                    if lane == 0:
+                        arrive_v_ready(smem, n)
+                    n += u32(1)
+                turn += u32(1)
+                wait_q(smem, turn)
+
+        def consume():
+            s = cuda.local.array(S_SIZE, np.float32)
+            p = cuda.local.array(P_SIZE, np.uint32)
+            acc = cuda.local.array(ACC_SIZE, np.float32)
+            m = cuda.local.array(2, np.float32)
+            l = cuda.local.array(2, np.float32)
+            a = cuda.local.array(2, np.float32)
+            m_last = cuda.local.array(2, np.float32)
+            l_last = cuda.local.array(2, np.float32)
+            consumer = warp // i32(4) - i32(1)
+            first = thread % i32(128) == 0
+            row = i32(64 * consumer + warp % 4 * 16 + lane // 4)  # and row + 8
+            column = i32(lane % 4 * 2)  # and column + 1, then 8 further, ...
+
+            def begin_products():
+                if TURNS:
+                    bar_sync(u32(1 + consumer), u32(256))
+                fence_acc(acc, p)
+
+            def issue_qk(turn, n):
+                q_tile = q_slot(smem, turn) + u32(64 * 128) * u32(consumer)
+                gemm_qk(s, descriptor(K_MAJOR, q_tile), descriptor(K_MAJOR, k_slot(smem, n)))
+                wgmma_commit_group()
+
+            def issue_pv(n):
+                gemm_pv(acc, p, descriptor(MN_MAJOR, v_slot(smem, n)))
+                wgmma_commit_group()
+
+            def end_products():
+                if TURNS:
+                    bar_arrive(u32(2 - consumer), u32(256))
+
+            def scores(turn, n, n_block):
+                """s has arrived: release K, mask, and make it p."""
+                if first:
+                    release_k(smem, n)
+                if NEGATIVE:
+                    for i in range(S_SIZE):
+                        s[i] = -s[i]
+                if masked(smem, turn, n_block):
+                    q_length, kv_length = field(smem, turn, Q_LENGTH), field(smem, turn, KV_LENGTH)
+                    offset = alignment(q_length, kv_length, upper_left)
+                    q_idx = field(smem, turn, ROW0) + row
+                    start = n_block * BLOCK_N + column
+                    for r in range(2):
+                        lo, hi = interval(q_idx + 8 * r, offset, left, right, kv_length)
+                        mask(s, r, i32(lo - start), i32(hi - start))
+                softmax(s, m, l, a, scale)
+
+            def to_p():
+                for i in range(P_SIZE):
+                    p[i] = pack(s[2 * i], s[2 * i + 1])
+
+            def restart():
+                for r in range(2):
+                    m_last[r], l_last[r] = m[r], l[r]
+                    m[r], l[r] = MINUS_INF, ZERO
+
+            def finish(turn):
+                """o = acc / l, lse = m + log l; nothing seen: 0 and -inf."""
+                for r in range(2):
+                    q_idx = field(smem, turn, ROW0) + row + 8 * r
+                    total = row_sum(l_last[r])
+                    seen = total != ZERO and q_idx < field(smem, turn, Q_LENGTH)
+                    if lane % 4 == 0 and q_idx < seqlen_q:
+                        value = (m_last[r] * scale + lg2(total)) * LN2
+                        h, b = field(smem, turn, HEAD), field(smem, turn, BATCH)
+                        lse[b, h, q_idx] = value if seen else MINUS_INF
+                    inverse = rcp(total)
+                    for j in range(D // 8):
+                        for x in range(2):
+                            i = 4 * j + 2 * r + x
+                            acc[i] = acc[i] * inverse if seen else ZERO
+                fragment_to_shared(acc, q_slot(smem, turn), row - lane // 4)
+                arrive_o(smem, turn)
+                zero_acc(acc)
+
+            def begin_work(turn, n, n_block):
+                wait_k(smem, n)
+                begin_products()
+                issue_qk(turn, n)
+                end_products()
+                wait_s_alone(s)
+                scores(turn, n, n_block)
+                to_p()
+
+            if TURNS and consumer == 1:
+                bar_arrive(u32(1), u32(256))  # the first turn is consumer 0's
+            turn, n = u32(0), u32(0)
+            for i in range(P_SIZE):
+                p[i] = u32(0)
+            zero_acc(acc)
+            restart()
+            wait_q(smem, turn)
+            end = field(smem, turn, END)
+            if end > 0:
+                begin_work(turn, n, end - 1)
+            while end > 0:
+                begin = field(smem, turn, BEGIN)
+                for n_block in range(end - 2, begin - 1, -1):
+                    wait_k(smem, n + u32(1))
+                    begin_products()
+                    issue_qk(turn, n + u32(1))
+                    wait_v_ready(smem, n)
+                    issue_pv(n)
+                    end_products()
+                    wait_s(s)
+                    scores(turn, n + u32(1), n_block)
+                    wait_acc(acc)
+                    if first:
+                        release_v(smem, n)
+                    to_p()
+                    for j in range(D // 8):
+                        for r in range(2):
+                            for x in range(2):
+                                acc[4 * j + 2 * r + x] *= a[r]
+                    n += u32(1)
+                if OVERLAP:
+                    wait_q(smem, turn + u32(1))
+                    end = field(smem, turn + u32(1), END)
+                if OVERLAP and end > 0:
+                    wait_k(smem, n + u32(1))
+                    begin_products()
+                    issue_qk(turn + u32(1), n + u32(1))
+                    wait_v_ready(smem, n)
+                    issue_pv(n)
+                    end_products()
+                    wait_s(s)
+                    restart()
+                    scores(turn + u32(1), n + u32(1), end - 1)
+                    wait_acc(acc)
+                    if first:
+                        release_v(smem, n)
+                    finish(turn)
+                    to_p()
+                else:
+                    wait_v_ready(smem, n)
+                    fence_acc(acc, p)
+                    issue_pv(n)
+                    wait_acc(acc)
+                    if first:
+                        release_v(smem, n)
+                    restart()
+                    finish(turn)
+                    if not OVERLAP:
+                        wait_q(smem, turn + u32(1))
+                        end = field(smem, turn + u32(1), END)
+                        if end > 0:
+                            begin_work(turn + u32(1), n + u32(1), end - 1)
+                n += u32(1)
+                turn += u32(1)
+
+        if thread == 0:
+            for i in range(Q_SLOTS):
+                mbarrier_init(q_full(smem, u32(i)), u32(1))
+                mbarrier_init(q_empty(smem, u32(i)), u32(1))
+                mbarrier_init(o_full(smem, u32(i)), u32(128 * CONSUMERS))
+            for i in range(STAGES):
+                mbarrier_init(k_full(smem, u32(i)), u32(1))
+                mbarrier_init(k_empty(smem, u32(i)), u32(CONSUMERS))
+                mbarrier_init(v_full(smem, u32(i)), u32(1))
+                mbarrier_init(v_ready(smem, u32(i)), u32(2))
+                mbarrier_init(v_empty(smem, u32(i)), u32(CONSUMERS))
+            fence_mbarrier_init()
+        cuda.syncthreads()
+        if warp < 4:
+            release_registers()
+            if warp == 0:
+                load()
+            elif warp == 1:
+                store()
+            else:
+                guard_v()
+        else:
+            take_registers()
+            consume()
+
+    x = types.none if config.tma else types.Array(types.uint16, 4, "A")
+    n = types.Array(types.int64, 1, "A")
+    signature = types.void(
+        x, x, types.Array(types.uint16, 4, "A"), x, types.Array(types.float32, 3, "A"),
+        *[types.uint64 if config.tma else types.none] * 4, n, n, types.Array(types.int32, 1, "A"),
+        types.float32, types.int64, types.int64, types.int64, types.int32, types.int32,
+    )  # fmt: skip
+    key = f"wgmma forward {config}"
+    return Kernel(key, forward, signature, config.threads, config.shared_bytes, "a")

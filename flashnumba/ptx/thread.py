@@ -1,0 +1,51 @@
+"""Instructions of one thread on its own registers."""
+
+import numpy as np
+
+from flashnumba.ptx._asm import f32, u32
+from flashnumba.ptx._instruction import instruction
+
+
+@instruction("ex2.approx.ftz.f32 {d}, {a};", pure=True)
+def ex2(a: f32) -> f32:
+    """2**a; relative error 2**-22; subnormal numbers count as 0."""
+    return _flushed(np.exp2(_flushed(np.float32(a))))
+
+
+@instruction("lg2.approx.ftz.f32 {d}, {a};", pure=True)
+def lg2(a: f32) -> f32:
+    """log2(a); absolute error 2**-22 where a is in (0.5, 2), relative error 2**-22 elsewhere."""
+    return np.log2(_flushed(np.float32(a)))
+
+
+@instruction("rcp.approx.ftz.f32 {d}, {a};", pure=True)
+def rcp(a: f32) -> f32:
+    """1 / a; at most 1 unit in the last place off."""
+    return _flushed(np.float32(1) / _flushed(np.float32(a)))
+
+
+@instruction("max.f32 {d}, {a}, {b};", pure=True)
+def max_f32(a: f32, b: f32) -> f32:
+    """The larger number; NaN only if both are."""
+    return np.fmax(np.float32(a), np.float32(b))
+
+
+@instruction("cvt.rn.f16x2.f32 {d}, {high}, {low};", pure=True)
+def cvt_f16x2(low: f32, high: f32) -> u32:
+    """Two numbers as float16 in one register, rounded to nearest even."""
+    return np.array([low, high], np.float32).astype(np.float16).view(np.uint32)[0]
+
+
+@instruction("cvt.rn.bf16x2.f32 {d}, {high}, {low};", pure=True)
+def cvt_bf16x2(low: f32, high: f32) -> u32:
+    """Two numbers as bfloat16 in one register, rounded to nearest even; NaN becomes 0x7fff."""
+    x = np.array([low, high], np.float32)
+    bits = x.view(np.uint32)
+    rounded = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
+    low, high = (int(r) for r in np.where(np.isnan(x), 0x7FFF, rounded))
+    return np.uint32(high << 16 | low)
+
+
+def _flushed(x):
+    """Subnormal numbers become 0 of the same sign."""
+    return np.copysign(np.float32(0), x) if abs(x) < np.finfo(np.float32).tiny else x
