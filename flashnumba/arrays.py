@@ -75,6 +75,11 @@ def device_of(x):
     return contextlib.nullcontext() if isinstance(x, np.ndarray) else x.device
 
 
+def address(x):
+    """Where the first number of a NumPy or CuPy array is."""
+    return x.ctypes.data if isinstance(x, np.ndarray) else x.data.ptr
+
+
 def allocate(xp, shape, dtype, layout):
     """An uninitialised (batch, seqlen, heads, dim) array, contiguous in the caller's layout."""
     if layout == "bshd":

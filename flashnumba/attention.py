@@ -1,11 +1,18 @@
 """The public functions: check once, plan, allocate, launch. No arithmetic happens here."""
 
 import contextlib
-from dataclasses import dataclass
+import math
+import sys
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
 
 from flashnumba import arrays, runtime
-from flashnumba.config import choose_simt
+from flashnumba.config import choose_simt, choose_wgmma, heads_together
 from flashnumba.problem import prepare
+from flashnumba.tensormap import TensorMap
 
 
 def attention(
@@ -61,9 +68,13 @@ def attention(
         Return the logarithm of each row's denominator too.
     layout : "bshd" or "bhsd"
         Order of the axes of q, k, v and o; "bhsd" is PyTorch's.
-    backend : "simt", "numpy" or "simulator", optional
-        By default "simt" (Numba kernels) where there is a GPU, else "numpy" (tiles of BLAS) for
-        NumPy arrays. "simulator" runs the Numba kernels in Python.
+    backend : "wgmma", "simt", "numpy", "simulator" or "simulator-wgmma", optional
+        By default, on a GPU, "wgmma" (Numba kernels for Hopper) where its compute capability is 9.0
+        and the arrays are float16 or bfloat16 with head_dim_v = head_dim up to 256, else "simt"
+        (Numba kernels for every GPU and problem). Without a GPU, "numpy" (tiles of BLAS).
+        "simulator" and "simulator-wgmma" run the kernels of "simt" and "wgmma" in Python. A
+        problem without queries or keys runs no Hopper kernel, nor does any backward: those are
+        "simt" under all names.
     softcap, alibi_slopes, bias, sinks, dropout, seed, score_mod, mask_mod, aux, block_mask
         Reserved; anything but the default raises NotImplementedError.
 
@@ -90,12 +101,20 @@ def attention(
 
     Source: Dao et al., FlashAttention: fast and memory-efficient exact attention (2022).
     """
-    options = dict(locals())
-    for name in ("q", "k", "v", "return_lse"):
-        del options[name]
-    problem = prepare(q, k, v, **options)
+    options = (
+        causal, window, scale, q_lengths, kv_lengths, layout, backend, softcap, alibi_slopes, bias,
+        sinks, dropout, seed, score_mod, mask_mod, aux, block_mask,
+    )  # fmt: skip
+    key, plan = _find_plan(q, k, v, options)
+    if plan is not None:
+        o, lse = plan(q, k, v)
+        return (o, lse) if return_lse else o
+    names = (name for name in attention.__kwdefaults__ if name != "return_lse")
+    problem = prepare(q, k, v, **dict(zip(names, options, strict=True)))
     with _resources(problem):
-        o, lse = _forward(_resident(problem))
+        here = _resident(problem)
+        o, lse = _forward(here)
+        _keep_plan(key, here, o, lse)
         o = problem.from_rows(o)
         return (o, problem.from_lse(lse)) if return_lse else o
 
@@ -205,15 +224,17 @@ def explain(q, k, v, **options):
         tiling = blas.TILING
         rows.append(("tiles", f"{tiling.rows} query rows x {tiling.keys} keys, kernels/blas.py"))
     else:
-        rows += _explain_simt(problem)
+        rows += _explain_kernels(problem)
     rows.append(("not stored", f"the dense scores, {dense / 2**20:.1f} MiB"))
     return Explanation(tuple(rows))
 
 
 BACKEND_NAMES = {
-    "simt": "Numba kernels without special instructions, on the GPU",
-    "simulator": "the same Numba kernels, run in Python",
     "numpy": "tiles of BLAS on the CPU",
+    "simt": "Numba kernels without special instructions, on the GPU",
+    "wgmma": "Numba kernels for Hopper, on the GPU; backward simt",
+    "simulator": "the kernels of simt, run in Python",
+    "simulator-wgmma": "the kernels of wgmma, run in Python",
 }
 
 
@@ -227,23 +248,32 @@ class Explanation:
         return "\n".join(f"{name:<15}{text}" for name, text in self.rows)
 
 
-def _explain_simt(problem):
+def _explain_kernels(problem):
     with arrays.device_of(problem.q):
-        config = _config(problem)
-    yield (
-        "tiles",
-        (
-            f"{config.block_m} x {config.block_n} scores, {config.threads} threads, "
-            f"{config.shared_bytes} bytes of shared memory"
-        ),
+        config = _config(problem, "forward")
+        yield "tiles", _explain_tiles(config)
+        if problem.wgmma:
+            by_hand = "threads, since TMA needs addresses and strides of 16 bytes times n"
+            yield "moved by", "TMA" if config.tma else by_hand
+            yield (
+                "registers",
+                "{} in warps that move, {} in those that compute".format(*config.registers),
+            )
+            yield "backward tiles", _explain_tiles(_config(problem, "backward_dq"))
+        for name in ("forward", "delta", "backward_dkdv", "backward_dq"):
+            kernel, cost = _kernel(problem, name), ""
+            if problem.on_gpu:
+                cubin = runtime.load(kernel)[1]
+                cost = f": {cubin.registers} registers, {cubin.spill_bytes} bytes spilled"
+            file = Path(kernel.function.__code__.co_filename).name
+            yield name, f"kernels/{file}, make_{name}{cost}"
+
+
+def _explain_tiles(config):
+    return (
+        f"{config.block_m} x {config.block_n} scores, {config.threads} threads, "
+        f"{config.shared_bytes} bytes of shared memory"
     )
-    for name in ("forward", "delta", "backward_dkdv", "backward_dq"):
-        cost = ""
-        if problem.backend == "simt":
-            with arrays.device_of(problem.q):
-                cubin = runtime.load(_kernel(name, config))[1]
-            cost = f": {cubin.registers} registers, {cubin.spill_bytes} bytes spilled"
-        yield name, f"kernels/simt.py, make_{name}{cost}"
 
 
 # --- running -----------------------------------------------------------------------------
@@ -252,7 +282,7 @@ def _explain_simt(problem):
 @contextlib.contextmanager
 def _resources(problem):
     """Run on the GPU that holds q, and say clearly when its memory is not enough."""
-    if problem.backend != "simt":
+    if not problem.on_gpu:
         yield
         return
     import cupy
@@ -261,16 +291,20 @@ def _resources(problem):
         with arrays.device_of(problem.q):
             yield
     except cupy.cuda.memory.OutOfMemoryError as error:
-        need = sum(x.nbytes for x in (problem.q, problem.k, problem.v))
-        raise MemoryError(
-            f"the GPU's memory is not enough beside inputs of {need / 2**20:.1f} MiB: {error}. "
-            "The inputs are untouched; free memory or split the batch"
-        ) from error
+        raise _memory_error(error, problem.q, problem.k, problem.v) from error
+
+
+def _memory_error(error, *inputs):
+    need = sum(x.nbytes for x in inputs)
+    return MemoryError(
+        f"the GPU's memory is not enough beside inputs of {need / 2**20:.1f} MiB: {error}. "
+        "The inputs are untouched; free memory or split the batch"
+    )
 
 
 def _resident(problem):
     """The problem with its arrays where its backend computes."""
-    return problem.on_gpu() if problem.backend == "simt" else problem
+    return problem.resident() if problem.on_gpu else problem
 
 
 def _forward(p):
@@ -281,11 +315,44 @@ def _forward(p):
         return blas.forward(p.q, p.k, p.v, scale=p.scale, **p.mask())
     o = arrays.allocate(p.xp, p.o_shape, p.q.dtype, p.layout)
     lse = p.xp.empty(p.lse_shape, p.lse_dtype)
-    config = _config(p)
-    batch, seqlen_q, heads_q, head_dim_v = p.o_shape
-    blocks = batch * heads_q * _ceil(seqlen_q, config.block_m) * _ceil(head_dim_v, config.d_slice)
-    _launch(p, "forward", blocks, p.q, p.k, p.v, o, lse, *_mask_arguments(p))
+    blocks, args = _forward_call(p, o, lse)
+    _launch(p, "forward", blocks, *args)
     return o, lse
+
+
+def _forward_call(p, o, lse):
+    """(number of blocks, arguments) of the forward kernel."""
+    config = _config(p, "forward")
+    batch, seqlen_q, heads_q, head_dim = p.o_shape
+    tiles = batch * heads_q * _ceil(seqlen_q, config.block_m)
+    if not p.wgmma:
+        blocks = tiles * _ceil(head_dim, config.d_slice)
+        return blocks, (p.q, p.k, p.v, o, lse, *_mask_arguments(p))
+
+    seqlen_kv, heads_kv = p.k.shape[1:3]
+    group = heads_together(batch, heads_q, heads_kv, seqlen_kv, head_dim, p.masked)
+    if config.tma:
+        rows = config.block_m, config.block_n, config.block_n, config.block_m
+        maps = (TensorMap(x, n) for x, n in zip((p.q, p.k, p.v, o), rows, strict=True))
+        tensors = (None, None, p.v, None, lse, *maps)
+    else:
+        tensors = (p.q, p.k, p.v, o, lse, None, None, None, None)
+    counter = np.zeros(2, np.int32) if p.simulated else runtime.COUNTER
+    args = (
+        *tensors, p.q_lengths, p.kv_lengths, counter, _scale_log2(p.scale),
+        min(p.left, FAR), min(p.right, FAR), p.upper_left, tiles, group,
+    )  # fmt: skip
+    # A block stays on its multiprocessor; two in the simulator, so that they share the tiles.
+    return min(tiles, 2 if p.simulated else runtime.multiprocessors()), args
+
+
+FAR = 1 << 30  # further than any key is from any query here, and small enough for 32 bits
+
+
+def _scale_log2(scale):
+    """|scale| log2(e), but not 0 in float32: -inf is multiplied by it."""
+    limits = np.finfo(np.float32)
+    return float(np.clip(abs(scale) * math.log2(math.e), limits.tiny, limits.max))
 
 
 def _backward(p, do, o, lse, dlse):
@@ -296,7 +363,7 @@ def _backward(p, do, o, lse, dlse):
         return blas.backward(do, dlse, p.q, p.k, p.v, o, lse, scale=p.scale, **p.mask())
     dq, dk, dv = (arrays.allocate(p.xp, x.shape, x.dtype, p.layout) for x in (p.q, p.k, p.v))
     delta = p.xp.empty(p.lse_shape, p.lse_dtype)
-    config = _config(p)
+    config = _config(p, "backward_dq")
     batch, seqlen_q, heads_q, head_dim = p.q.shape
     seqlen_kv, heads_kv, head_dim_v = p.v.shape[1:]
     mask = _mask_arguments(p)
@@ -313,31 +380,104 @@ def _backward(p, do, o, lse, dlse):
     return dq, dk, dv
 
 
-def _config(p):
-    simulated = p.backend == "simulator"
-    return choose_simt(p.dtype, p.q.shape[3], p.v.shape[3], simulated)
+def _config(p, name):
+    """The tile configuration of a kernel. Hopper's backward will be a case of its own."""
+    if p.wgmma and name == "forward":
+        return choose_wgmma(p.dtype, p.q.shape[3], p.masked, p.tma, p.scale < 0)
+    return choose_simt(p.dtype, p.q.shape[3], p.v.shape[3], p.simulated)
 
 
-def _kernel(name, config):
-    from flashnumba.kernels import simt
-
-    return getattr(simt, f"make_{name}")(config)
+def _kernel(p, name):
+    if p.wgmma and name == "forward":
+        from flashnumba.kernels import forward_wgmma as module
+    else:
+        from flashnumba.kernels import simt as module
+    return getattr(module, f"make_{name}")(_config(p, name))
 
 
 def _launch(p, name, blocks, *args):
     if blocks == 0:
         return
-    if p.backend == "simulator":
+    if p.simulated:
         from flashnumba.simulate import launch
     else:
         launch = runtime.launch
-    launch(_kernel(name, _config(p)), blocks, args)
+    launch(_kernel(p, name), blocks, args)
 
 
 def _mask_arguments(p):
-    """The last parameters of every kernel: lengths, scale and window."""
+    """The last parameters of every kernel of simt.py: lengths, scale and window."""
     return p.q_lengths, p.kv_lengths, p.scale, p.left, p.right, p.upper_left
 
 
 def _ceil(a, b):
     return -(-a // b)
+
+
+# --- the same call again -----------------------------------------------------------------
+
+MAX_PLANS = 1024
+
+_plans = {}  # key -> Plan: the steady state is one look-up here and one launch
+_plans_change = threading.Lock()
+
+
+class Plan:
+    """A forward on a GPU that ran before, without the addresses of its arrays: nothing to check."""
+
+    def __init__(self, p, o, lse):
+        p = replace(p, q=p.q.view(), k=p.k.view(), v=p.v.view())  # three objects, even of one
+        blocks, args = _forward_call(p, o, lse)
+        self.launch = runtime.bind(_kernel(p, "forward"), blocks, args, (p.q, p.k, p.v, o, lse))
+        self.o = p.user_shape(p.o_shape), o.dtype
+        self.lse = p.lse_shape[4 - p.ndim :], lse.dtype
+        self.empty = p.xp.ndarray
+        self.out_of_memory = p.xp.cuda.memory.OutOfMemoryError
+        self.current_device = p.xp.cuda.runtime.getDevice
+
+    def __call__(self, q, k, v):
+        """(o, lse) in the caller's form."""
+        if self.current_device() != self.launch.device:
+            with q.device:
+                return self(q, k, v)
+        try:
+            o, lse = self.empty(*self.o), self.empty(*self.lse)
+        except self.out_of_memory as error:
+            raise _memory_error(error, q, k, v) from error
+        self.launch(q.data.ptr, k.data.ptr, v.data.ptr, o.data.ptr, lse.data.ptr)
+        return o, lse
+
+
+def _find_plan(q, k, v, options):
+    """(key, plan or None) of a call; no key for what is not in CuPy arrays or not known by value.
+
+    The key holds all that decides about a call but the addresses. True == 1 == 1.0 == 1 + 0j, of
+    which not all are allowed: hence the types.
+    """
+    cupy = sys.modules.get("cupy")
+    if cupy is None or not type(q) is type(k) is type(v) is getattr(cupy, "ndarray", None):
+        return None, None
+    window = options[1]
+    try:
+        key = (
+            q.shape, q.strides, q.dtype, q.data.device_id,
+            k.shape, k.strides, k.dtype, k.data.device_id,
+            v.shape, v.strides, v.dtype, v.data.device_id,
+            (q.data.ptr | k.data.ptr | v.data.ptr) % 16,  # TMA needs 0
+            options, tuple(map(type, options)),
+            None if window is None else tuple(map(type, window)),
+        )  # fmt: skip
+        return key, _plans.get(key)
+    except TypeError:  # an option that has no hash, such as an array or a list
+        return None, None
+
+
+def _keep_plan(key, p, o, lse):
+    """Make a plan for calls like `p`, unless it has arrays of lengths or nothing to compute."""
+    if key is None or o.size == 0 or p.q_lengths is not None or p.kv_lengths is not None:
+        return
+    plan = Plan(p, o, lse)
+    with _plans_change:
+        while len(_plans) >= MAX_PLANS:
+            del _plans[next(iter(_plans))]  # the oldest
+        _plans[key] = plan

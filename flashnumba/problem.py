@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flashnumba import arrays, runtime
+from flashnumba.tensormap import addressable
 from flashnumba.window import UNBOUNDED
 
-BACKENDS = ("numpy", "simt", "simulator")
+BACKENDS = ("numpy", "simt", "wgmma", "simulator", "simulator-wgmma")
+ON_GPU = ("simt", "wgmma")
 LAYOUTS = ("bshd", "bhsd")
 FORMS = {
     "bshd": {4: "(batch, {s}, {h}, {d})", 3: "({s}, {h}, {d})", 2: "({s}, {d})"},
@@ -49,6 +51,34 @@ class Problem:
     like: object  # the caller's q: results are returned as this kind
 
     @property
+    def simulated(self):
+        return self.backend.startswith("simulator")
+
+    @property
+    def on_gpu(self):
+        """Whether it is computed on a GPU."""
+        return self.backend in ON_GPU
+
+    @property
+    def wgmma(self):
+        """Whether the kernels for Hopper compute it."""
+        return self.backend.endswith("wgmma")
+
+    @property
+    def masked(self):
+        """Whether the mask bounds the keys of a query on any side, as causal and windows do."""
+        return self.left != UNBOUNDED or self.right != UNBOUNDED
+
+    @property
+    def tma(self):
+        """Whether TMA can address q, k, v, and o, which is allocated without gaps."""
+        copied = self.on_gpu and self.xp is np  # without gaps, too
+        x = self.q, self.k, self.v
+        return self.q.shape[3] % 8 == 0 and (
+            copied or all(addressable(y, arrays.address(y)) for y in x)
+        )
+
+    @property
     def xp(self):
         return arrays.module(self.q)
 
@@ -80,11 +110,11 @@ class Problem:
             "kv_lengths": self.kv_lengths,
         }
 
-    def on_gpu(self):
+    def resident(self):
         """The same problem with its arrays copied to the current GPU, if they are not there yet."""
         import cupy
 
-        move = cupy.asarray
+        move = lambda x: x if isinstance(x, cupy.ndarray) else cupy.asarray(x, order="C")
         lengths = lambda x: None if x is None else cupy.asarray(x, np.int64)
         return replace(
             self,
@@ -104,9 +134,8 @@ class Problem:
         x = self._companion(name, x)
         full = _four_axes(x, self.layout) if x.ndim == self.ndim else None
         if full is None or full.shape != self.o_shape:
-            raise ValueError(
-                f"{name}.shape={x.shape} must be that of the output, {self._user(self.o_shape)}"
-            )
+            expected = self.user_shape(self.o_shape)
+            raise ValueError(f"{name}.shape={x.shape} must be that of the output, {expected}")
         if full.dtype != self.q.dtype:
             raise TypeError(f"{name}.dtype={x.dtype} must be that of q, {self.q.dtype}")
         return full
@@ -140,7 +169,8 @@ class Problem:
         _same_gpu(name, given, self.q)
         return given
 
-    def _user(self, shape):
+    def user_shape(self, shape):
+        """The caller's form of a shape (batch, seqlen, heads, dim)."""
         batch, seqlen, heads, dim = shape
         full = (batch, seqlen, heads, dim) if self.layout == "bshd" else (batch, heads, seqlen, dim)
         return full[4 - self.ndim :] if self.ndim > 2 else (seqlen, dim)
@@ -174,9 +204,9 @@ def prepare(
     arrays.importer(like)
     _check_kinds(q, k, v)
     _check_shapes(q, k, v, layout)
-    backend = _backend(backend, arrays.library(q))
     ndim = q.ndim
     q, k, v = (_four_axes(x, layout) for x in (q, k, v))
+    backend = _backend(backend, q, v)
     left, right, upper_left = _mask(causal, window)
     return Problem(
         q=q,
@@ -327,15 +357,49 @@ def _lengths(name, lengths, x, seqlen_name):
     return lengths.astype(np.int64) if xp is np else lengths
 
 
-def _backend(backend, kind):
-    if backend is not None and not (isinstance(backend, str) and backend in BACKENDS):
-        raise ValueError(f"{backend=} must be one of {BACKENDS}, or None to choose")
-    if kind == "cupy":
-        if backend in ("numpy", "simulator"):
-            raise ValueError(f"{backend=} takes NumPy arrays, but q is in GPU memory")
-        return "simt"
-    if backend is None:
-        return "simt" if runtime.gpu_available() else "numpy"
-    if backend == "simt" and not runtime.gpu_available():
-        raise RuntimeError(f"{backend=} needs a GPU: {runtime.gpu_problem()}")
-    return backend
+def _backend(asked, q, v):
+    """The backend to run: the one asked for, if it can; by default the fastest that can."""
+    if asked is not None and not (isinstance(asked, str) and asked in BACKENDS):
+        raise ValueError(f"backend={asked!r} must be one of {BACKENDS}, or None to choose")
+    in_gpu_memory = arrays.library(q) == "cupy"
+    if in_gpu_memory and asked not in (None, *ON_GPU):
+        raise ValueError(f"backend={asked!r} takes NumPy arrays, but q is in GPU memory")
+    if not in_gpu_memory and asked in (None, *ON_GPU) and not runtime.gpu_available():
+        if asked is None:
+            return "numpy"
+        raise RuntimeError(f"backend={asked!r} needs a GPU: {runtime.gpu_problem()}")
+    if asked in ("numpy", "simt", "simulator"):
+        return asked
+
+    simulated = asked == "simulator-wgmma"
+    obstacle = _wgmma_obstacle(q, v)
+    if obstacle is None and not simulated:
+        major, minor = runtime.capability(q.device.id if in_gpu_memory else None)
+        if (major, minor) != (9, 0):
+            obstacle = RuntimeError(
+                f"the wgmma backend needs a GPU of compute capability 9.0, not {major}.{minor}"
+            )
+    if obstacle is not None and asked is not None:
+        raise obstacle
+    if obstacle is None and q.size > 0 and v.size > 0:
+        return "simulator-wgmma" if simulated else "wgmma"
+    return "simulator" if simulated else "simt"
+
+
+def _wgmma_obstacle(q, v):
+    """What keeps the kernels for Hopper from a problem, as an error; None when nothing does."""
+    (batch, seqlen_q, heads_q, head_dim), (_, seqlen_kv, _, head_dim_v) = q.shape, v.shape
+    if q.dtype.name not in ("float16", "bfloat16"):
+        return ValueError(f"the wgmma backends need float16 or bfloat16, not q.dtype={q.dtype}")
+    if head_dim != head_dim_v or head_dim > 256:
+        return ValueError(
+            "the wgmma backends need head_dim_v equal to head_dim and at most 256, not "
+            f"{head_dim=}, {head_dim_v=}"
+        )
+    # They count rows, and tiles of 64 or more queries, in 32 bits.
+    if max(seqlen_q, seqlen_kv, batch * heads_q * -(-seqlen_q // 64)) >= 1 << 30:
+        return ValueError(
+            "the wgmma backends need fewer than 2**30 queries, keys, and tiles of 64 queries over "
+            f"all heads, not {batch=}, {heads_q=}, {seqlen_q=}, {seqlen_kv=}"
+        )
+    return None

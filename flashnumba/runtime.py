@@ -4,7 +4,8 @@
 
 Compiling needs no GPU. Going through LTO matters: nvJitLink given PTX spilled up to 600 bytes of
 registers where LTO spilled none. A launch goes to CuPy's current stream, allocates nothing and
-waits for nothing, so it can be captured in a CUDA graph.
+waits for nothing, so it can be captured in a CUDA graph. What TMA has to be told about arrays is
+kept in GPU memory, by stream (`Workspace`).
 
 The disk cache is a folder named by a hash of this package's sources and of the compilers' versions,
 below FLASHNUMBA_CACHE_DIR (default: the user's cache folder). An entry carries its own checksum:
@@ -13,12 +14,15 @@ processes may race.
 """
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
 import re
+import struct
 import sys
 import tempfile
+import threading
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import metadata
@@ -26,6 +30,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+
+from flashnumba.config import Kernel
+from flashnumba.tensormap import TensorMap, encoder
 
 COMPILERS = ("numba-cuda", "numba", "llvmlite", "cuda-core", "nvidia-nvvm", "nvidia-nvjitlink")
 INFO = re.compile(
@@ -206,7 +213,40 @@ def gpu_available():
     return gpu_problem() is None
 
 
-_loaded = {}  # (kernel, device) -> CuPy function: the steady state is one look-up here
+def current_device():
+    """Number of the GPU that CuPy works on."""
+    import cupy
+
+    return cupy.cuda.runtime.getDevice()
+
+
+def capability(device=None):
+    """Compute capability of a GPU, by default the current one: (9, 0) is Hopper."""
+    return _properties(current_device() if device is None else device)[0]
+
+
+def multiprocessors():
+    """How many multiprocessors the current GPU has."""
+    return _properties(current_device())[1]
+
+
+@cache
+def _properties(device):
+    import cupy
+
+    gpu = cupy.cuda.Device(device)
+    digits = gpu.compute_capability  # "90" is 9.0
+    return (int(digits[:-1]), int(digits[-1])), gpu.attributes["MultiProcessorCount"]
+
+
+# --- launching ---------------------------------------------------------------------------
+
+COUNTER = object()
+MAX_WORDS = 512  # CUDA takes at most 4 KB of parameters, here all of 8 bytes
+STATIC_SHARED_BYTES = 48 << 10  # more shared memory than this has to be asked for
+MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # the attribute of a function to ask with
+
+_loaded = {}  # (kernel, device) -> (CuPy function, how to pack its arguments)
 
 
 def launch(kernel, grid, args):
@@ -218,40 +258,250 @@ def launch(kernel, grid, args):
     grid : int
         Number of blocks, at least 1.
     args : sequence
-        CuPy arrays and scalars in the order of the kernel's parameters; None is an empty array.
+        In the order of the kernel's parameters: CuPy arrays and scalars; None is an empty array,
+        or 8 unread bytes for a parameter of type none; a `TensorMap` is the address of its
+        description in GPU memory; COUNTER is an int32 array (2,) of zeros, which the kernel leaves
+        as zeros.
     """
-    import cupy
+    arrays = [x.array for x in args if isinstance(x, TensorMap)]
+    bind(kernel, grid, args, arrays)(*(x.data.ptr for x in arrays))
 
+
+def bind(kernel, grid, args, arrays):
+    """A launch that is ready but for the addresses of some arrays.
+
+    Parameters
+    ----------
+    kernel, grid, args
+        As `launch` takes them.
+    arrays : sequence
+        Arrays in `args`, and all those in its TensorMaps.
+
+    Returns
+    -------
+    Launch
+        ``call(*addresses)`` launches with others of the same dtypes, shapes and strides in their
+        place, on the device that is current now and on CuPy's then current stream.
+    """
     if grid >= 1 << 31:
         raise ValueError(f"the problem needs {grid} thread blocks; CUDA allows {(1 << 31) - 1}")
-    device = cupy.cuda.runtime.getDevice()
-    function = _loaded.get((kernel, device))
-    if function is None:
-        function = _loaded[kernel, device] = load(kernel)[0]
-    flat = []
+    device = current_device()
+    if (kernel, device) not in _loaded:
+        formats = "".join(map(_format, kernel.signature.args))
+        _loaded[kernel, device] = load(kernel)[0], struct.Struct("<" + formats).pack_into
+    function, pack = _loaded[kernel, device]
+    shape = grid, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes
+    call = Launch(function, pack, device, shape)
+    places = {id(x): i for i, x in enumerate(arrays)}
     for x, kind in zip(args, kernel.signature.args, strict=True):
-        _flatten(flat, x, kind)
-    function((grid,), (kernel.threads,), flat)
+        call.append(x, kind, places)
+    return call
 
 
 def load(kernel):
     """(CuPy function, Cubin) of a kernel on the current device, through the disk cache."""
     import cupy
 
-    digits = cupy.cuda.Device().compute_capability  # "90" is 9.0
-    cc = (int(digits[:-1]), int(digits[-1]), *kernel.arch)
-    cubin = cached_cubin(kernel, cc)
+    cubin = cached_cubin(kernel, (*capability(), *kernel.arch))
     module = cupy.cuda.function.Module()
     module.load(cubin.code)
-    return module.get_function(cubin.entry), cubin
+    function = module.get_function(cubin.entry)
+    if kernel.shared_bytes > STATIC_SHARED_BYTES:
+        cupy.cuda.driver.funcSetAttribute(
+            function.ptr, MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.shared_bytes
+        )
+    return function, cubin
 
 
-def _flatten(flat, x, kind):
-    """Append an argument in Numba's calling convention: an array is 5 + 2 ndim words."""
-    ndim = getattr(kind, "ndim", None)
-    if ndim is None:
-        flat.append(getattr(np, kind.name)(x))
-    elif x is None:
-        flat.extend([0] * (5 + 2 * ndim))
-    else:
-        flat += (0, 0, x.size, x.itemsize, x.data.ptr, *x.shape, *x.strides)
+def _format(kind):
+    """A parameter for `struct`, each part of it in 8 bytes. An array is 5 + 2 ndim integers."""
+    if hasattr(kind, "ndim"):
+        return f"{5 + 2 * kind.ndim}q"
+    if hasattr(kind, "count"):  # a tuple of equal types
+        return kind.count * _format(kind.dtype)
+    return {
+        "none": "q", "int32": "i4x", "uint32": "I4x", "float32": "f4x",
+        "int64": "q", "uint64": "Q", "float64": "d",
+    }[kind.name]  # fmt: skip
+
+
+class Launch:
+    """What `bind` returns: a kernel's arguments as words of 8 bytes, and which of them change."""
+
+    def __init__(self, function, pack, device, shape):
+        import cupy
+
+        self.cuda = cupy.cuda
+        self.function, self.pack, self.device, self.shape = function, pack, device, shape
+        self.words = []  # all arguments in Numba's calling convention
+        self.gaps = []  # (position, which address) of arrays that may change
+        self.maps = []  # (position, which address, encoder) of TensorMaps
+        self.counters = []  # positions
+
+    def append(self, x, kind, places):
+        """Add an argument. `places` says which address belongs to an array, by its id."""
+        at = len(self.words)
+        if x is COUNTER:
+            self.counters.append(at + 4)
+            self.words += (0, 0, 2, 4, 0, 2, 4)
+        elif isinstance(x, TensorMap):
+            encode = encoder(x.array.dtype.name, x.sizes, x.strides, x.rows)
+            self.maps.append((at, places[id(x.array)], encode))
+            self.words.append(0)
+        elif hasattr(kind, "ndim") and x is not None:
+            if id(x) in places:
+                self.gaps.append((at + 4, places[id(x)]))
+            self.words += (0, 0, x.size, x.itemsize, x.data.ptr, *x.shape, *x.strides)
+        elif hasattr(kind, "ndim"):
+            self.words += [0] * (5 + 2 * kind.ndim)
+        elif hasattr(kind, "count"):
+            self.words += x
+        else:
+            self.words.append(0 if kind.name == "none" else x)
+
+    def __call__(self, *addresses):
+        words, stream = self.words.copy(), self.cuda.get_current_stream().ptr
+        for at, i in self.gaps:
+            words[at] = addresses[i]
+        if not self.maps and not self.counters:
+            self._launch(words, stream)
+            return
+        workspace = _workspace(self.cuda, self.device, stream, len(self.maps))
+        with workspace.lock:  # no other thread's launch comes between descriptions and launch
+            for at in self.counters:
+                words[at] = workspace.counter
+            keys = [(addresses[i], encode) for _, i, encode in self.maps]
+            for (at, _, _), x in zip(self.maps, workspace.find(keys), strict=True):
+                words[at] = x
+            self._launch(words, stream)
+
+    def _launch(self, words, stream):
+        if self.device not in _room.devices:
+            self.cuda.runtime.memGetInfo()  # makes the device's context this thread's
+            _room.devices.add(self.device)
+        self.pack(_room.words, 0, *words)
+        self.cuda.driver.launchKernel(self.function.ptr, *self.shape, stream, _room.pointers, 0)
+
+
+class Room(threading.local):
+    """Where a thread puts arguments, and the pointers to them; the driver copies both."""
+
+    def __init__(self):
+        self.words = (ctypes.c_uint64 * MAX_WORDS)()
+        first = ctypes.addressof(self.words)
+        self._pointers = (ctypes.c_uint64 * MAX_WORDS)(*range(first, first + 8 * MAX_WORDS, 8))
+        self.pointers = ctypes.addressof(self._pointers)
+        self.devices = set()  # those that this thread has used
+        self.workspaces = {}  # of its own default streams
+
+
+_room = Room()
+
+
+# --- what a stream keeps in GPU memory ---------------------------------------------------
+
+SLOTS = 1024
+LEGACY_STREAMS, PER_THREAD_STREAM = (0, 1), 2
+DESCRIPTION_WORDS = 16  # of 8 bytes
+ROWS = 4  # descriptions that one kernel writes
+
+_workspaces = {}  # (device, stream) -> Workspace
+_captured = []  # Workspaces of graphs
+
+
+class Workspace:
+    """Descriptions of arrays for TMA, in slots of 128 bytes, and a counter of zeros.
+
+    A kernel on the stream writes a description to its slot, so whatever comes later on the stream
+    finds it there, whatever came earlier is done with the slot's last content, and nobody waits.
+    Slots are taken in turn. A description is known by address and form of its array: it stays
+    right when the memory is freed and used again.
+
+    That a kernel sees what an earlier one has written is the usual rule. It is the TMA unit that
+    reads here, and its cache is its own: test_few_slots_are_reused_on_a_gpu watches that.
+    """
+
+    def __init__(self, slots):
+        import cupy
+
+        self.lock = threading.Lock()
+        self.memory = cupy.zeros((slots + 1, DESCRIPTION_WORDS), np.uint64)
+        self.counter = self._address(slots)
+        self.addresses = {}  # (address of an array, encoder) -> address of its description
+        self.keys = [None] * slots  # what is in which slot
+        self.next = 0
+
+    def find(self, keys):
+        """Addresses of these descriptions, all valid for the next kernel on the stream."""
+        found = [self.addresses.get(key) for key in keys]
+        if None in found:
+            self._add(keys)
+            found = [self.addresses[key] for key in keys]
+        return found
+
+    def _add(self, keys):
+        missing = [key for key in dict.fromkeys(keys) if key not in self.addresses]
+        descriptions = [encode(address) for address, encode in missing]
+        slots = []
+        for _ in missing:
+            while self.keys[self.next] in keys:  # needed by the same launch
+                self.next = (self.next + 1) % len(self.keys)
+            slots.append(self.next)
+            self.addresses.pop(self.keys[self.next], None)
+            self.keys[self.next] = None
+            self.next = (self.next + 1) % len(self.keys)
+        self._write(slots, descriptions)
+        for slot, key in zip(slots, missing, strict=True):
+            self.keys[slot] = key
+            self.addresses[key] = self._address(slot)
+
+    def _write(self, slots, descriptions):
+        for i in range(0, len(slots), ROWS):
+            rows, words = slots[i : i + ROWS], sum(descriptions[i : i + ROWS], ())
+            args = self.memory, _padded(rows, ROWS), _padded(words, ROWS * DESCRIPTION_WORDS)
+            launch(writer(), len(rows), args)
+
+    def _address(self, slot):
+        return self.memory.data.ptr + 8 * DESCRIPTION_WORDS * slot
+
+
+def _workspace(cuda, device, stream, maps):
+    """The workspace of a stream; in a graph that is being captured, a new one for each launch.
+
+    A graph writes its own descriptions and zeros whenever it runs, to memory that nothing else
+    uses: it may run at any time, on any stream. That memory, about 1 KB a launch, is never freed,
+    since nothing tells when the graph is gone.
+
+    The handle of a stream that was destroyed can return for a new one. CUDA keeps what belongs to a
+    stream until its work is done, so whatever the old one wrote is there.
+    """
+    if stream not in LEGACY_STREAMS and cuda.runtime.streamIsCapturing(stream):
+        _captured.append(Workspace(maps))
+        return _captured[-1]
+    known = _room.workspaces if stream == PER_THREAD_STREAM else _workspaces
+    found = known.get((device, stream))
+    if found is None:
+        found = known[device, stream] = Workspace(SLOTS)
+    return found
+
+
+def _padded(values, size):
+    return [*values, *[0] * (size - len(values))]
+
+
+@cache
+def writer():
+    """The kernel that writes up to ROWS descriptions: a block each, a thread a word."""
+    from numba import cuda
+    from numba.cuda import types
+
+    def write(memory, slots, words):
+        row, i = cuda.blockIdx.x, cuda.threadIdx.x
+        memory[slots[row], i] = words[DESCRIPTION_WORDS * row + i]
+
+    signature = types.void(
+        types.Array(types.uint64, 2, "C"),
+        types.UniTuple(types.int64, ROWS),
+        types.UniTuple(types.uint64, ROWS * DESCRIPTION_WORDS),
+    )
+    return Kernel(f"write {ROWS} descriptions", write, signature, DESCRIPTION_WORDS)

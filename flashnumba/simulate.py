@@ -92,7 +92,7 @@ def as_argument(x, kind):
         if x is None:
             return np.empty((0,) * kind.ndim, kind.dtype.name)
         return x if x.dtype == kind.dtype.name else x.view(kind.dtype.name)
-    if isinstance(x, TensorMap) or kind.name == "none":
+    if isinstance(x, (TensorMap, tuple)) or kind.name == "none":
         return x
     return getattr(np, kind.name)(x)
 

@@ -1,6 +1,7 @@
 """What the tensor memory accelerator (TMA) is told about an array, and which arrays it can read."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 COLUMNS = 64  # of a box: 64 halves are 128 bytes, the width of the swizzle
 
@@ -41,3 +42,39 @@ def addressable(x, pointer):
     return (
         dense and pointer % 16 == 0 and all(s >= 0 and s % 16 == 0 and s < 1 << 40 for s in strides)
     )
+
+
+@lru_cache(maxsize=4096)
+def encoder(dtype, sizes, strides, rows):
+    """A function from an array's address to the 16 words that describe it to TMA.
+
+    Parameters
+    ----------
+    dtype : str
+        "float16" or "bfloat16".
+    sizes, strides, rows
+        Those of a `TensorMap`.
+    """
+    from cuda.bindings import driver
+
+    kind = getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype.upper()}")
+    fixed = (
+        [driver.cuuint64_t(n) for n in sizes],
+        [driver.cuuint64_t(n) for n in strides],
+        [driver.cuuint32_t(n) for n in (COLUMNS, rows, 1, 1)],
+        [driver.cuuint32_t(1)] * 4,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,  # zeros
+    )
+
+    def encode(address):
+        status, tensor_map = driver.cuTensorMapEncodeTiled(kind, len(sizes), address, *fixed)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(
+                f"{status.name}: TMA cannot address {dtype} at {address:#x}, {sizes=}, {strides=}"
+            )
+        return tuple(int(word) for word in tensor_map.opaque)
+
+    return encode

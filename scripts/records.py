@@ -1,9 +1,17 @@
-"""What the benchmarks share: the CSV they append to, the FLOPs they count, who measured."""
+"""What the benchmarks share: the CSV they append to, how its rows compare, who measured, a figure.
+
+A row is one implementation on one cell, a dict by COLUMNS. `flashnumba` is this package; `matmul`
+is the GPU's ceiling, a matrix product measured in the same rounds: its row has the columns of the
+cell that it was measured with, the size in `variant` and the product's own FLOPs. Errors are norms
+of the difference to float64 over norms of float64.
+"""
 
 import csv
+import math
 import os
 import platform
 import subprocess
+from dataclasses import dataclass
 from datetime import date
 from importlib import metadata
 from pathlib import Path
@@ -12,7 +20,48 @@ COLUMNS = (
     "pass dtype head_dim heads_q heads_kv batch seqlen mask variant implementation ms tflops error "
     "gpu driver versions date peak_mib"
 ).split()
+CELL = "pass dtype head_dim heads_q heads_kv batch seqlen mask".split()
+OURS, CEILING = "flashnumba", "matmul"
 RESULTS = Path(__file__).resolve().parent / "results"
+COLORS = {
+    "flashnumba": "#d62728",
+    "torch-cudnn": "#1f77b4",
+    "torch-flash": "#9ecae1",
+    "torch-flex": "#9467bd",
+    "fa3-jax": "#2ca02c",
+    "pallas-float16": "#ff9f40",
+    "cupy-dense": "#bcbd22",
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One problem of a benchmark."""
+
+    dtype: str
+    batch: int
+    seqlen: int
+    heads: int
+    head_dim: int
+    mask: str
+
+    @property
+    def shape(self):
+        return self.batch, self.seqlen, self.heads, self.head_dim
+
+    @property
+    def causal(self):
+        return self.mask == "causal"
+
+    @property
+    def scale(self):
+        return self.head_dim**-0.5
+
+    def __str__(self):
+        return f"B{self.batch} H{self.heads} T{self.seqlen} D{self.head_dim} {self.mask}"
+
+
+# --- rows --------------------------------------------------------------------------------
 
 
 def flops(which, batch, heads, seqlen, head_dim, mask):
@@ -23,10 +72,30 @@ def flops(which, batch, heads, seqlen, head_dim, mask):
 
 
 def row(
-    which, dtype, heads, head_dim, batch, seqlen, mask, implementation, ms, error, peak, machine
+    which,
+    dtype,
+    heads,
+    head_dim,
+    batch,
+    seqlen,
+    mask,
+    implementation,
+    ms,
+    error,
+    peak,
+    machine,
+    *,
+    variant="",
+    count=None,
 ):
-    """One row of the CSV, as a dict by COLUMNS; `machine` is from cpu() or gpu()."""
-    tflops = flops(which, batch, heads, seqlen, head_dim, mask) / ms / 1e9
+    """One row of the CSV, as a dict by COLUMNS; `machine` is from cpu() or gpu().
+
+    `count` replaces the FLOPs of attention. What has none (count 0), no error or no peak (None)
+    leaves its column empty.
+    """
+    if count is None:
+        count = flops(which, batch, heads, seqlen, head_dim, mask)
+    number = lambda x, form: "" if x is None else format(x, form)
     return {
         "pass": which,
         "dtype": dtype,
@@ -36,14 +105,14 @@ def row(
         "batch": batch,
         "seqlen": seqlen,
         "mask": mask,
-        "variant": "",
+        "variant": variant,
         "implementation": implementation,
         "ms": f"{ms:.4g}",
-        "tflops": f"{tflops:.4g}",
-        "error": f"{error:.3g}",
+        "tflops": number(count / ms / 1e9 if count else None, ".4g"),
+        "error": number(error, ".3g"),
         **machine,
         "date": date.today().isoformat(),
-        "peak_mib": f"{peak:.1f}",
+        "peak_mib": number(peak, ".1f"),
     }
 
 
@@ -56,6 +125,54 @@ def save(path, rows):
         if new:
             writer.writeheader()
         writer.writerows(rows)
+
+
+def load(path):
+    """The rows of a CSV, every value as text."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# --- comparing ---------------------------------------------------------------------------
+
+
+def by_cell(rows):
+    """{cell: {implementation: row}}, in order; of rows for the same thing the last one counts."""
+    cells = {}
+    for r in rows:
+        if r["variant"] == "" or r["implementation"] == CEILING:
+            key = tuple(str(r[name]) for name in CELL)
+            cells.setdefault(key, {})[r["implementation"]] = r
+    return cells
+
+
+def rate(found, name):
+    """TFLOP/s of an implementation in one cell; None where it has no row."""
+    return float(found[name]["tflops"]) if name in found else None
+
+
+def best_peer(found):
+    """The fastest of the others in one cell; None where there is none."""
+    peers = [name for name in found if name not in (OURS, CEILING)]
+    return max(peers, key=lambda name: rate(found, name), default=None)
+
+
+def ratio(found):
+    """Our speed over the best peer's in one cell; None where one of them is missing."""
+    peer = best_peer(found)
+    return None if peer is None or OURS not in found else rate(found, OURS) / rate(found, peer)
+
+
+def of_ceiling(found):
+    """Our speed over the matmul's of the same rounds; None where one of them is missing."""
+    return rate(found, OURS) / rate(found, CEILING) if {OURS, CEILING} <= set(found) else None
+
+
+def geometric_mean(values):
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+# --- who measured ------------------------------------------------------------------------
 
 
 def versions(*packages):
@@ -100,3 +217,58 @@ def gpu():
         "driver": driver,
         "versions": versions("numba-cuda", cupy_package, "numpy", "nvidia-nvvm"),
     }
+
+
+# --- the figure --------------------------------------------------------------------------
+
+
+def plot(rows, path):
+    """TFLOP/s against length: a panel for each mask and head dimension, a bar an implementation.
+
+    The matmul of the same rounds is a dashed line. The rows are of one pass, dtype and GPU.
+    """
+    from matplotlib.figure import Figure
+
+    rows = list(rows)
+    masks, dims = (list(dict.fromkeys(r[name] for r in rows)) for name in ("mask", "head_dim"))
+    figure = Figure(figsize=(1 + 4.2 * len(dims), 0.8 + 2.7 * len(masks)), layout="constrained")
+    axes = figure.subplots(len(masks), len(dims), sharey=True, squeeze=False)
+    for line, mask in zip(axes, masks, strict=True):
+        for axis, dim in zip(line, dims, strict=True):
+            _panel(axis, [r for r in rows if r["mask"] == mask and r["head_dim"] == dim])
+            axis.set_title(f"head_dim {dim}, {mask}", fontsize=10)
+        line[0].set_ylabel("TFLOP/s")
+    for axis in axes[-1]:
+        axis.set_xlabel("sequence length")
+    handles = {}
+    handles = {}
+    for axis in axes.flat:
+        bars, names = axis.get_legend_handles_labels()
+        handles.update(zip(names, bars, strict=True))
+    columns = min(8, 3 * len(dims))
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside lower center", ncols=columns, fontsize=9
+    )
+    first = rows[0]
+    figure.suptitle(f"{first['pass']}, {first['dtype']}, {first['gpu']}, {first['date']}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def _panel(axis, rows):
+    """One head dimension and mask: a group of bars for each length."""
+    lengths = list(dict.fromkeys(r["seqlen"] for r in rows))
+    names = [n for n in dict.fromkeys(r["implementation"] for r in rows) if n != CEILING]
+    width = 0.8 / max(1, len(names))
+    for i, name in enumerate(names):
+        found = [r for r in rows if r["implementation"] == name]
+        x = [lengths.index(r["seqlen"]) + (i + 0.5) * width - 0.4 for r in found]
+        heights = [float(r["tflops"]) for r in found]
+        axis.bar(x, heights, width, label=name, color=COLORS.get(name, "#7f7f7f"))
+    for r in (r for r in rows if r["implementation"] == CEILING):
+        center, height = lengths.index(r["seqlen"]), float(r["tflops"])
+        axis.plot([center - 0.45, center + 0.45], [height] * 2, "k--", lw=1, label=r["variant"])
+    axis.set_xticks(range(len(lengths)), lengths)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(axis="y", alpha=0.3)
+    axis.set_axisbelow(True)

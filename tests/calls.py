@@ -18,6 +18,25 @@ DTYPES = {
 }
 
 
+def on_gpu(backend):
+    """Whether the fixture `backend` is a GPU's."""
+    return backend.startswith("gpu")
+
+
+def named(backend):
+    """What a user calls it."""
+    return {"gpu": "simt", "gpu-wgmma": "wgmma"}.get(backend, backend)
+
+
+def wgmma(backend):
+    return backend.endswith("wgmma")
+
+
+def half(backend, dtype="float32"):
+    """A dtype that the backend can compute: `dtype`, or float16 where it must be a half."""
+    return "float16" if wgmma(backend) and dtype in ("float32", "float64") else dtype
+
+
 def problem(seqlen_q, seqlen_kv, *, batch=1, heads=1, heads_kv=None, dim=16, dim_v=None,
             dtype="float32", seed=0, factor=1.0):  # fmt: skip
     """Random q, k, v, do, dlse in standard normal numbers times `factor`."""
@@ -39,18 +58,16 @@ def problem(seqlen_q, seqlen_kv, *, batch=1, heads=1, heads_kv=None, dim=16, dim
 def run(backend, q, k, v, do=None, dlse=None, **options):
     """Forward, and backward if `do` is given: a namespace of NumPy arrays o, lse, dq, dk, dv."""
     inputs = [q, k, v, do, dlse]
-    if backend == "gpu":
+    if on_gpu(backend):
         import cupy
 
         inputs = [None if x is None else to_gpu(cupy, x) for x in inputs]
-        options = {"backend": "simt", **options}
-    else:
-        options = {"backend": backend, **options}
+    options = {"backend": named(backend), **options}
     q, k, v, do, dlse = inputs
     (o, lse), pullback = fn.attention_vjp(q, k, v, return_lse=True, **options)
     grads = pullback(do, dlse) if do is not None else (None,) * 3
     out = {"o": o, "lse": lse, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
-    return SimpleNamespace(**{n: x.get() if backend == "gpu" and x is not None else x
+    return SimpleNamespace(**{n: x.get() if on_gpu(backend) and x is not None else x
                               for n, x in out.items()})  # fmt: skip
 
 

@@ -5,6 +5,7 @@ import shutil
 import tempfile
 
 import pytest
+from fake_gpu import FakeGPU
 
 from flashnumba import runtime
 
@@ -16,6 +17,7 @@ if "FLASHNUMBA_CACHE_DIR" not in os.environ:
     CACHE = os.environ["FLASHNUMBA_CACHE_DIR"] = tempfile.mkdtemp(prefix="flashnumba-test-")
 
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)
+HOPPER = pytest.param("gpu-wgmma", marks=[pytest.mark.gpu, pytest.mark.sm90])
 
 
 def pytest_unconfigure():
@@ -24,16 +26,23 @@ def pytest_unconfigure():
 
 
 def pytest_collection_modifyitems(items):
-    problem = runtime.gpu_problem()
-    if problem is None:
-        return
-    skip = pytest.mark.skip(reason=problem)
+    problem = no_hopper = runtime.gpu_problem()
+    if problem is None and runtime.capability() != (9, 0):
+        no_hopper = "this GPU is not of compute capability 9.0"
     for item in items:
-        if "gpu" in item.keywords or "sm90" in item.keywords:
-            item.add_marker(skip)
+        if problem is not None and "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason=problem))
+        elif no_hopper is not None and "sm90" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason=no_hopper))
 
 
-@pytest.fixture(params=["numpy", "simulator", GPU])
+@pytest.fixture(params=["numpy", "simulator", "simulator-wgmma", GPU, HOPPER])
 def backend(request):
-    """Every backend in turn; "gpu" is CuPy in and CuPy out."""
+    """Every backend in turn; "gpu" and "gpu-wgmma" are simt and wgmma, CuPy in and CuPy out."""
     return request.param
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    """A GPU that is not there: see fake_gpu.py."""
+    return FakeGPU().install(monkeypatch)

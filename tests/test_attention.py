@@ -10,20 +10,26 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from calls import DTYPES, problem
+from calls import DTYPES, check, named, on_gpu, problem, wgmma
+from conftest import GPU
 
 import flashnumba as fn
 from flashnumba import runtime
-from flashnumba.config import choose_simt
+from flashnumba.config import choose_simt, choose_wgmma
 from flashnumba.problem import NOT_BUILT, prepare
 
 RESULTS = ("o", "lse", "dq", "dk", "dv")
-OFF_TILE = {"dim": 5, "dim_v": 3}  # less than a tile, and different
+NOT_WGMMA = pytest.mark.parametrize("backend", ["numpy", "simulator", GPU])  # backward only
+
+
+def off_tile(backend):
+    """Head dimensions less than a tile; different where that is possible."""
+    return {"dim": 40, "dtype": "float16"} if wgmma(backend) else {"dim": 5, "dim_v": 3}
 
 
 def there(backend, x):
     """A NumPy array where the backend takes it from."""
-    if backend != "gpu" or x is None:
+    if not on_gpu(backend) or x is None:
         return x
     import cupy
 
@@ -36,7 +42,7 @@ def here(x):
 
 def call(backend, p, **options):
     """All five results by `attention` and `attention_backward`, as NumPy arrays."""
-    options = {"backend": "simt" if backend == "gpu" else backend, **options}
+    options = {"backend": named(backend), **options}
     q, k, v, do, dlse = (there(backend, x) for x in (p.q, p.k, p.v, p.do, p.dlse))
     o, lse = fn.attention(q, k, v, return_lse=True, **options)
     grads = fn.attention_backward(do, q, k, v, o, lse, dlse=dlse, **options)
@@ -70,55 +76,59 @@ def heads_first(x):
 
 def test_layouts_give_the_same_bits(backend):
     """Two query heads on one key head, padded keys; o and gradients come in the layout."""
-    p = problem(5, 7, batch=2, heads=2, heads_kv=1, **OFF_TILE)
+    p = problem(5, 7, batch=2, heads=2, heads_kv=1, **off_tile(backend))
     mask = {"window": (2, 1), "kv_lengths": [6, 7]}
     expected = call(backend, p, **mask)
-    assert expected.o.shape == (2, 5, 2, 3)
+    dim_v = p.v.shape[3]
+    assert expected.o.shape == (2, 5, 2, dim_v)
     assert expected.lse.shape == (2, 2, 5)
     assert (expected.dq.shape, expected.dk.shape) == (p.q.shape, p.k.shape)
     assert expected.dv.shape == p.v.shape
     got = call(backend, rearranged(p, heads_first, np.copy), layout="bhsd", **mask)
-    assert got.o.shape == (2, 2, 5, 3)
+    assert got.o.shape == (2, 2, 5, dim_v)
     assert_same_bits(rearranged(got, heads_first, np.copy), expected)
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 def test_a_missing_batch_axis_gives_the_same_bits(backend, layout):
     """Batch 1 with and without its axis, in both layouts."""
-    p = problem(5, 7, heads=2, heads_kv=1, **OFF_TILE)
+    p = problem(5, 7, heads=2, heads_kv=1, **off_tile(backend))
+    dim_v = p.v.shape[3]
     if layout == "bhsd":
         p = rearranged(p, heads_first, np.copy)
     expected = call(backend, p, layout=layout, **MASK)
     first = lambda x: x[0]
     got = call(backend, rearranged(p, first, first), layout=layout, **MASK)
     assert got.lse.shape == (2, 5)
-    assert got.o.shape == ((5, 2, 3) if layout == "bshd" else (2, 5, 3))
+    assert got.o.shape == ((5, 2, dim_v) if layout == "bshd" else (2, 5, dim_v))
     assert_same_bits(got, rearranged(expected, first, first))
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 def test_bare_matrices_give_the_same_bits(backend, layout):
     """One head of one sequence as (seqlen, dim), for which the layouts are one."""
-    p = problem(5, 7, **OFF_TILE)
+    p = problem(5, 7, **off_tile(backend))
     rows, lse = lambda x: x[0, :, 0], lambda x: x[0, 0]
     got = call(backend, rearranged(p, rows, lse), layout=layout, **MASK)
-    assert (got.o.shape, got.lse.shape) == ((5, 3), (5,))
+    assert (got.o.shape, got.lse.shape) == ((5, p.v.shape[3]), (5,))
     assert_same_bits(got, rearranged(call(backend, p, **MASK), rows, lse))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_results_have_the_inputs_dtype(backend, dtype):
     """lse is float32, and float64 only for float64 inputs."""
-    got = call(backend, problem(3, 4, dtype=dtype, **OFF_TILE))
+    if wgmma(backend) and dtype in ("float32", "float64"):
+        pytest.skip("wgmma takes halves")
+    got = call(backend, problem(3, 4, **{**off_tile(backend), "dtype": dtype}))
     assert got.o.dtype == got.dq.dtype == got.dk.dtype == got.dv.dtype == DTYPES[dtype]
     assert got.lse.dtype == (np.float64 if dtype == "float64" else np.float32)
 
 
 def test_lse_is_returned_only_on_request(backend):
     """`return_lse` adds lse and changes nothing about o."""
-    p = problem(5, 7, **OFF_TILE)
+    p = problem(5, 7, **off_tile(backend))
     q, k, v = (there(backend, x) for x in (p.q, p.k, p.v))
-    options = {"backend": "simt" if backend == "gpu" else backend}
+    options = {"backend": named(backend)}
     both = fn.attention(q, k, v, return_lse=True, **options)
     assert type(both) is tuple and len(both) == 2
     for alone in (fn.attention(q, k, v, **options), fn.attention_vjp(q, k, v, **options)[0]):
@@ -134,9 +144,9 @@ def test_lse_is_returned_only_on_request(backend):
 @pytest.mark.parametrize("with_dlse", [False, True], ids=["do", "do_dlse"])
 def test_the_pullback_is_attention_backward(backend, with_dlse):
     """Bit for bit, the second time too, and with deterministic given either way."""
-    p = problem(5, 7, **OFF_TILE)
+    p = problem(5, 7, **off_tile(backend))
     p.dlse = p.dlse if with_dlse else None
-    options = {"backend": "simt" if backend == "gpu" else backend, **MASK}
+    options = {"backend": named(backend), **MASK}
     q, k, v, do, dlse = (there(backend, x) for x in (p.q, p.k, p.v, p.do, p.dlse))
     expected = call(backend, p, **MASK)
     for deterministic in (False, True):
@@ -153,9 +163,10 @@ def test_the_pullback_is_attention_backward(backend, with_dlse):
             assert_same_bits(got, expected)
 
 
+@NOT_WGMMA
 def test_dlse_reaches_dq_and_dk_only(backend):
     """Zero dlse is no dlse; another one changes dq and dk, while dv = p^T do keeps its bits."""
-    p = problem(5, 7, **OFF_TILE)
+    p = problem(5, 7, **off_tile(backend))
     given = call(backend, p)
     p.dlse = np.zeros_like(p.dlse)
     zero = call(backend, p)
@@ -165,10 +176,11 @@ def test_dlse_reaches_dq_and_dk_only(backend):
     assert not np.allclose(given.dq, zero.dq) and not np.allclose(given.dk, zero.dk)
 
 
+@NOT_WGMMA
 def test_a_pullback_survives_other_calls(backend):
     """Two pullbacks of different problems, used in turn, do not share memory."""
-    problems = [problem(5, 7, seed=seed, **OFF_TILE) for seed in (1, 2)]
-    options = {"backend": "simt" if backend == "gpu" else backend}
+    problems = [problem(5, 7, seed=seed, **off_tile(backend)) for seed in (1, 2)]
+    options = {"backend": named(backend)}
     pullbacks = [
         fn.attention_vjp(*(there(backend, x) for x in (p.q, p.k, p.v)), **options)[1]
         for p in problems
@@ -200,7 +212,7 @@ LENGTHS = {
 @pytest.mark.parametrize("name", ["q_lengths", "kv_lengths"])
 def test_lengths_may_be_any_integers(name, lengths):
     """One sequence: a number, a list, a tuple, or an array of any integer type."""
-    p = problem(5, 7, **OFF_TILE)
+    p = problem(5, 7, **off_tile("numpy"))
     got = call("numpy", p, **{name: lengths})
     assert_same_bits(got, call("numpy", p, **{name: np.array([4], np.int64)}))
     assert got.o.tobytes() != call("numpy", p).o.tobytes()
@@ -208,7 +220,7 @@ def test_lengths_may_be_any_integers(name, lengths):
 
 def test_lengths_of_a_batch():
     """A list for two sequences; the whole length is the same as none."""
-    p = problem(5, 7, batch=2, **OFF_TILE)
+    p = problem(5, 7, batch=2, **off_tile("numpy"))
     got = call("numpy", p, q_lengths=[5, 2], kv_lengths=(3, 7))
     assert (got.o[1, 2:] == 0).all() and (got.o[1, :2] != 0).any()
     assert (got.dk[0, 3:] == 0).all() and (got.dk[1, 3:] != 0).any()
@@ -569,9 +581,9 @@ def test_read_only_inputs_are_enough(function):
 
 def test_results_do_not_share_memory_with_inputs(backend):
     """One key: o is v, yet not a view of it; writing to o leaves v as it was."""
-    p = problem(1, 1, **OFF_TILE)
+    p = problem(1, 1, **off_tile(backend))
     q, k, v = (there(backend, x) for x in (p.q, p.k, p.v))
-    o = fn.attention(q, k, v, backend="simt" if backend == "gpu" else backend)
+    o = fn.attention(q, k, v, backend=named(backend))
     assert here(o).tobytes() == p.v.tobytes()
     o[...] = 7
     assert here(v).tobytes() == p.v.tobytes()
@@ -599,13 +611,117 @@ def test_the_default_without_a_gpu_is_the_numpy_backend(monkeypatch):
 
 
 @pytest.mark.usefixtures("nothing_runs")
+@pytest.mark.parametrize("name", ["simt", "wgmma"])
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_asking_for_a_gpu_where_there_is_none_says_why(monkeypatch, function):
-    """backend="simt": RuntimeError with the runtime's reason."""
+def test_asking_for_a_gpu_where_there_is_none_says_why(monkeypatch, function, name):
+    """RuntimeError with the runtime's reason."""
     monkeypatch.setattr(runtime, "gpu_available", lambda: False)
     monkeypatch.setattr(runtime, "gpu_problem", lambda: "the cat sat on the GPU")
-    with pytest.raises(RuntimeError, match="backend='simt' needs a GPU: the cat sat on the GPU"):
-        invoke(function, backend="simt")
+    with pytest.raises(RuntimeError, match=f"backend='{name}' needs a GPU: the cat sat on the GPU"):
+        invoke(function, backend=name)
+
+
+def virtual(*shape, dtype="float16"):
+    """An array of any size, made of one number."""
+    return np.broadcast_to(DTYPES[dtype](0), shape)
+
+
+def inputs(seqlen_q=5, seqlen_kv=7, batch=2, heads=4, dim=64, dim_v=None, dtype="float16"):
+    lengths = (seqlen_q, dim), (seqlen_kv, dim), (seqlen_kv, dim_v or dim)
+    return [virtual(batch, seqlen, heads, d, dtype=dtype) for seqlen, d in lengths]
+
+
+MANY = (1 << 30) - 1
+# The fewest tiles that are too many: 64 queries each, over batch and heads.
+TILES = {"seqlen_q": 1 << 26, "batch": 1 << 5, "heads": 1 << 5}
+WGMMA = {
+    "float16": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "one of each": {"seqlen_q": 1, "seqlen_kv": 1, "batch": 1, "heads": 1, "dim": 1},
+    "wide": {"dim": 256},
+    "many queries": {"seqlen_q": MANY, "batch": 1, "heads": 1},
+    "many keys": {"seqlen_kv": MANY},
+    "many tiles": {**TILES, "heads": 31},
+}
+NOT_WGMMA_PROBLEMS = {
+    "float32": ({"dtype": "float32"}, r"float16 or bfloat16, not q\.dtype=float32"),
+    "float64": ({"dtype": "float64"}, r"float16 or bfloat16, not q\.dtype=float64"),
+    "too wide": ({"dim": 257}, "at most 256, not head_dim=257, head_dim_v=257"),
+    "wider values": ({"dim_v": 65}, "equal to head_dim .* not head_dim=64, head_dim_v=65"),
+    "too many queries": ({"seqlen_q": MANY + 1}, r"fewer than 2\*\*30 .* seqlen_q=1073741824"),
+    "too many keys": ({"seqlen_kv": MANY + 1}, r"fewer than 2\*\*30 .* seqlen_kv=1073741824"),
+    "too many tiles": (TILES, r"2\*\*30 .* tiles .* batch=32, heads_q=32, seqlen_q=67108864"),
+}
+EMPTY = {"no queries": {"seqlen_q": 0}, "no keys": {"seqlen_kv": 0}, "no batch": {"batch": 0}}
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """As if there were a Hopper GPU, for what only looks."""
+    monkeypatch.setattr(runtime, "gpu_available", lambda: True)
+    monkeypatch.setattr(runtime, "capability", lambda device: (9, 0))
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("case", WGMMA)
+def test_what_wgmma_computes(case):
+    """Halves, one head_dim up to 256: by default on Hopper, and by name in the simulator."""
+    q, k, v = inputs(**WGMMA[case])
+    assert prepare(q, k, v).backend == prepare(q, k, v, backend="wgmma").backend == "wgmma"
+    assert prepare(q, k, v, backend="simulator-wgmma").backend == "simulator-wgmma"
+    assert prepare(q, k, v, backend="simt").backend == "simt"
+    assert prepare(q, k, v, backend="simulator").backend == "simulator"
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("case", NOT_WGMMA_PROBLEMS)
+def test_what_wgmma_does_not_compute(case):
+    """By default simt does; by name it is refused, with what is needed and what was given."""
+    shape, message = NOT_WGMMA_PROBLEMS[case]
+    q, k, v = inputs(**shape)
+    assert prepare(q, k, v).backend == "simt"
+    for name in ("wgmma", "simulator-wgmma"):
+        with pytest.raises(ValueError, match="^the wgmma backends need .*" + message):
+            prepare(q, k, v, backend=name)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("case", EMPTY)
+def test_nothing_to_compute_is_left_to_simt(case):
+    """Zeros and -inf, the same from either."""
+    q, k, v = inputs(**EMPTY[case])
+    assert prepare(q, k, v).backend == prepare(q, k, v, backend="wgmma").backend == "simt"
+    assert prepare(q, k, v, backend="simulator-wgmma").backend == "simulator"
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 9), (10, 0), (12, 0)])
+def test_wgmma_is_for_hopper_only(monkeypatch, capability):
+    """Its instructions exist on compute capability 9.0 alone; the simulator is on none."""
+    monkeypatch.setattr(runtime, "gpu_available", lambda: True)
+    monkeypatch.setattr(runtime, "capability", lambda device: capability)
+    assert prepare(*inputs()).backend == "simt"
+    assert prepare(*inputs(), backend="simulator-wgmma").backend == "simulator-wgmma"
+    message = "needs a GPU of compute capability 9.0, not {}.{}".format(*capability)
+    with pytest.raises(RuntimeError, match=message):
+        prepare(*inputs(), backend="wgmma")
+
+
+def test_the_gpu_that_counts_is_the_one_that_holds_q(fake_gpu):
+    """A Hopper GPU beside another."""
+    import cupy
+
+    fake_gpu.capability = {0: "80", 1: "90"}
+    for device, expected in ((0, "simt"), (1, "wgmma")):
+        with cupy.cuda.Device(device):
+            on_it = [cupy.asarray(x) for x in inputs()]
+            assert prepare(*inputs()).backend == expected
+        assert prepare(*on_it).backend == expected
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5, 1e-60])
+def test_scales_that_need_care(scale):
+    """Zero, where -inf times scale is not -inf, and a negative one, where the maximum turns."""
+    check("simulator-wgmma", problem(5, 7, dim=8, dtype="float16"), scale=scale, causal=True)
 
 
 # --- explain --------------------------------------------------------------------------------------
@@ -653,6 +769,53 @@ def test_explain_names_the_simulated_kernels_and_their_tiles():
     )
     for name in ("forward", "delta", "backward_dkdv", "backward_dq"):
         assert rows[name].endswith(f"make_{name}")
+
+
+@pytest.mark.usefixtures("nothing_runs")
+@pytest.mark.parametrize(("dim", "moved"), [(64, "^TMA$"), (60, "^threads, since TMA needs .* 16")])
+def test_explain_names_the_kernels_for_hopper(dim, moved):
+    """Tiles and registers of both machines, for the forward and for the backward; who moves."""
+    q = np.zeros((1, 1, 4, dim), np.float16)
+    rows = dict(fn.explain(q, q[:, :, :2], q[:, :, :2], backend="simulator-wgmma").rows)
+    config = choose_wgmma("float16", dim, False, dim == 64)
+    simt = choose_simt("float16", dim, dim, simulated=True)
+    for name, c in (("tiles", config), ("backward tiles", simt)):
+        assert rows[name] == (
+            f"{c.block_m} x {c.block_n} scores, {c.threads} threads, "
+            f"{c.shared_bytes} bytes of shared memory"
+        )
+    assert re.search(moved, rows["moved by"])
+    assert [int(n) for n in re.findall(r"\d+", rows["registers"])] == [*config.registers]
+    assert rows["forward"] == "kernels/forward_wgmma.py, make_forward"
+    for name in ("delta", "backward_dkdv", "backward_dq"):
+        assert rows[name] == f"kernels/simt.py, make_{name}"
+
+
+def test_explain_says_what_a_copy_on_the_gpu_allows(fake_gpu):
+    """NumPy arrays are copied without gaps, whatever their strides; CuPy arrays are used as is."""
+    import cupy
+
+    x = np.zeros((1, 5, 2, 64), np.float16)
+    for given, moved in ((x[:, ::-1], "TMA"), (x[..., :60], "threads")):
+        assert dict(fn.explain(given, given, given).rows)["moved by"].startswith(moved)
+        o = fn.attention(given, given, given)
+        assert f"tma={moved == 'TMA'}" in fake_gpu.launches[-1][0]
+        assert isinstance(o, np.ndarray)
+    backwards = cupy.asarray(x)[:, ::-1]
+    rows = dict(fn.explain(backwards, backwards, backwards).rows)
+    assert rows["moved by"].startswith("threads")
+    assert rows["forward"].endswith("make_forward: 40 registers, 0 bytes spilled")
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.usefixtures("nothing_runs")
+def test_explain_reports_registers_on_hopper():
+    """What the compiler gave a thread before producers hand registers to consumers; no spills."""
+    q = np.zeros((1, 1, 4, 64), np.float16)
+    rows = dict(fn.explain(q, q, q, backend="wgmma").rows)
+    assert rows["backend"].startswith("wgmma (")
+    assert re.search(r": \d+ registers, 0 bytes spilled$", rows["forward"])
 
 
 @pytest.mark.gpu

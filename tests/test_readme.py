@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -55,3 +56,24 @@ def test_the_tables_hold_what_was_measured():
     for seqlen, mask, which, *cells in rows:
         for cell in cells:
             assert cell == "-" or cell in measured["seconds", which, seqlen, mask]
+
+
+def test_the_hopper_table_holds_what_was_measured():
+    """Every TFLOP/s, and the ratio to the best peer in its row, from the committed CSV."""
+    measured = {}
+    with (ROOT / "scripts" / "results" / "forward-NVIDIA-H200.csv").open() as file:
+        for r in csv.DictReader(file):
+            if r["dtype"] == "bfloat16":
+                key = r["head_dim"], r["seqlen"], r["mask"], r["implementation"]
+                measured.setdefault(key, set()).add(float(r["tflops"]))
+    number = r"(\d+|-) \| "
+    rows = re.findall(rf"^\| (\d+) \| (\d+) \| (full|causal) \| {number * 4}([\d.]+) \|$",
+                      README, re.MULTILINE)  # fmt: skip
+    assert len(rows) == 18
+    names = ("flashnumba", "torch-cudnn", "fa3-jax", "torch-flash")
+    for dim, seqlen, mask, *cells, ratio in rows:
+        for name, cell in zip(names, cells, strict=True):
+            found = measured.get((dim, seqlen, mask, name), set())
+            assert cell in {f"{x:.0f}" for x in found} if found else cell == "-"
+        ours, *peers = (float(x) for x in cells if x != "-")
+        assert float(ratio) == pytest.approx(ours / max(peers), abs=0.007)

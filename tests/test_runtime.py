@@ -18,9 +18,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import flashnumba as fn
 from flashnumba import runtime
 from flashnumba.config import Kernel, choose_simt
 from flashnumba.runtime import Cubin, cached_cubin, compile_kernel
+from flashnumba.tensormap import TensorMap
 
 try:
     import cuda.core  # noqa: F401
@@ -183,6 +185,31 @@ def test_the_entry_is_the_name_in_the_code():
     assert "scale" in cubin.entry
     assert f"'{cubin.entry}' for 'sm_80'" in cubin.log
     assert b"\0" + cubin.entry.encode() + b"\0" in cubin.code
+
+
+def parameter_bytes(code):
+    """How many bytes of parameters the kernel in a cubin takes (EIATTR_PARAM_CBANK)."""
+    (attribute,) = re.findall(rb"\x04\x0a\x08\x00.{4}(.{4})", code, re.DOTALL)
+    return struct.unpack("<I", attribute)[0] >> 16
+
+
+@needs_compilers
+def test_parameters_are_packed_as_numba_takes_them():
+    """None, arrays, tuples and scalars of 8 bytes: as many bytes as the compiled kernel has."""
+    from numba.cuda import types
+
+    def everything(nothing, x, y, a, b, c, some, last):
+        x[0] = a + b + some[1] + last
+        y[0, 0, 0, 0] = c
+
+    kinds = [
+        types.none, types.Array(types.uint64, 1, "A"), types.Array(types.float64, 4, "A"),
+        types.int64, types.uint64, types.float64, types.UniTuple(types.int64, 3), types.int64,
+    ]  # fmt: skip
+    kernel = Kernel("everything", everything, types.void(*kinds), 32)
+    size = parameter_bytes(compile_kernel(kernel, (9, 0)).code)
+    assert size == struct.calcsize("<" + "".join(map(runtime._format, kinds)))
+    assert size == 8 * (1 + 7 + 13 + 1 + 1 + 1 + 3 + 1)
 
 
 @needs_compilers
@@ -536,6 +563,236 @@ def test_without_cupy_the_reason_says_what_to_install(monkeypatch):
     assert re.search(r"CuPy is not installed.*flashnumba\[cu13\]", runtime.gpu_problem())
 
 
+# --- launching, on a GPU that is not there --------------------------------------------------------
+
+
+def kernel_of(function, *kinds, **more):
+    """A kernel of one thread that is never compiled: the simulator runs it as it stands."""
+    from numba.cuda import types
+
+    arrays = {"vector": types.float32, "counter": types.int32}
+    one = lambda kind: types.Array(arrays[kind], 1, "A") if kind in arrays else getattr(types, kind)
+    kinds = [one(kind) for kind in kinds]
+    return Kernel(function.__name__, function, types.void(*kinds), 1, **more)
+
+
+def scaled(out, x, none, factor, count):
+    """out = factor * x, as far as count says."""
+    assert none is None
+    out[:count] = factor * x[:count] if x.shape[0] else -1
+
+
+def firsts(out, x_map, y_map, z_map, counter):
+    """The first number of every array that is described, and the counter, used and put back."""
+    out[:3] = [int(m.array[0, 0, 0, 0]) for m in (x_map, y_map, z_map)]
+    out[3] += counter[0] + counter[1]
+
+
+def test_arguments_follow_numbas_convention(fake_gpu):
+    """Strides of any sign, None as an empty array and as nothing, scalars of 4 bytes."""
+    import cupy
+
+    kernel = kernel_of(scaled, "vector", "vector", "none", "float32", "int32")
+    out, x = cupy.zeros(10, np.float32), cupy.asarray(np.arange(5, dtype=np.float32))
+    runtime.launch(kernel, 1, (out[::-2], x, None, 0.1, np.int64(4)))
+    expected = np.float32(0.1) * np.array([0, 0, 0, 3, 0, 2, 0, 1, 0, 0], np.float32)
+    np.testing.assert_array_equal(out.get(), expected)
+    runtime.launch(kernel, 1, (out, None, None, 1.0, True))
+    assert out.get()[0] == -1
+    with pytest.raises(ValueError, match="zip"):
+        runtime.launch(kernel, 1, (out, x, None, 1.0))
+    with pytest.raises(Exception, match="2147483648|int"):
+        runtime.launch(kernel, 1, (out, x, None, 1.0, 1 << 31))  # no int32
+    assert len(fake_gpu.launches) == 2
+
+
+def test_a_bound_launch_takes_other_arrays_of_the_same_form(fake_gpu):
+    """Everything else stays as it was bound."""
+    import cupy
+
+    kernel = kernel_of(scaled, "vector", "vector", "none", "float32", "int32")
+    out, x = cupy.zeros(4, np.float32), cupy.asarray(np.ones(8, np.float32)[::2])
+    call = runtime.bind(kernel, 1, (out, x, None, 2.0, 3), (x, out))
+    y = cupy.asarray(np.arange(8, dtype=np.float32)[::2])
+    call(y.data.ptr, out.data.ptr)
+    assert out.get().tolist() == [0, 4, 8, 0]
+    assert x.get().tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("size", [0, 48 << 10, (48 << 10) + 1, 227 << 10])
+def test_more_than_48_kb_of_shared_memory_is_asked_for_once(fake_gpu, size):
+    """When the kernel is loaded; the launch itself names the size every time."""
+    import cupy
+
+    kernel = kernel_of(scaled, "vector", "vector", "none", "float32", "int32", shared_bytes=size)
+    asked = []
+    fake_gpu.set_attribute, real = lambda *x: asked.append(real(*x)), fake_gpu.set_attribute
+    cupy.cuda.driver.funcSetAttribute = fake_gpu.set_attribute
+    for _ in range(2):
+        runtime.launch(kernel, 1, (cupy.zeros(4, np.float32), None, None, 1.0, 1))
+    assert len(asked) == (size > 48 << 10)
+
+
+class Described:
+    """Arrays of one number each, and the kernel that reads three of them through descriptions."""
+
+    def __init__(self, count, rows=64):
+        import cupy
+
+        self.kernel = kernel_of(firsts, "vector", "uint64", "uint64", "uint64", "counter")
+        self.arrays = [cupy.asarray(np.full((1, 1, 1, 8), i, np.float16)) for i in range(count)]
+        self.rows = rows
+
+    def read(self, *numbers):
+        import cupy
+
+        out = cupy.zeros(4, np.float32)
+        maps = [TensorMap(self.arrays[i], self.rows) for i in numbers]
+        runtime.launch(self.kernel, 1, (out, *maps, runtime.COUNTER))
+        return out
+
+    def firsts(self, *numbers):
+        return [float(self.arrays[i].get().ravel()[0]) for i in numbers]
+
+    def check(self, *numbers):
+        assert self.read(*numbers).get().tolist() == [*numbers, 0]
+
+
+def test_descriptions_are_written_once(fake_gpu):
+    """One small kernel writes what a launch needs and the stream does not have yet."""
+    described = Described(4)
+    described.check(0, 1, 2)
+    written = ("write 4 descriptions", 3, 0)
+    assert fake_gpu.launches == [written, ("firsts", 1, 0)]
+    described.check(2, 0, 1)
+    assert fake_gpu.launches[2:] == [("firsts", 1, 0)]
+    described.check(3, 3, 3)
+    assert fake_gpu.launches[3:] == [("write 4 descriptions", 1, 0), ("firsts", 1, 0)]
+    assert fake_gpu.encoded == 4
+
+
+def test_more_descriptions_than_one_kernel_writes(fake_gpu, monkeypatch):
+    """They come in parts."""
+    monkeypatch.setattr(runtime, "ROWS", 2)
+    runtime.writer.cache_clear()
+    try:
+        Described(3).check(0, 1, 2)
+        assert [grid for _, grid, _ in fake_gpu.launches] == [2, 1, 1]
+    finally:
+        runtime.writer.cache_clear()
+
+
+@pytest.mark.parametrize("slots", [3, 4, 5])
+def test_few_slots_are_taken_in_turn(fake_gpu, monkeypatch, slots):
+    """Any three of seven arrays, in any order: a launch never loses what it has just looked up."""
+    monkeypatch.setattr(runtime, "SLOTS", slots)
+    described, rng = Described(7), np.random.default_rng(0)
+    for _ in range(200):
+        described.check(*rng.integers(7, size=3))
+    (workspace,) = runtime._workspaces.values()
+    assert len(workspace.addresses) == slots
+    assert {key for key in workspace.keys} == set(workspace.addresses)
+    assert slots < fake_gpu.encoded < 600
+
+
+def test_another_form_at_the_same_address_is_another_description(fake_gpu):
+    """Freed memory comes back: what is known by its address is known by its form, too."""
+    described = Described(1)
+    for rows in (64, 128, 64):
+        described.rows = rows
+        described.check(0, 0, 0)
+    assert fake_gpu.encoded == 2
+
+
+def test_every_stream_and_gpu_has_its_own(fake_gpu):
+    """Nothing orders a kernel of one stream before a kernel of another."""
+    described = Described(3)
+    for fake_gpu.device, fake_gpu.stream in ((0, 0), (0, 4096), (1, 0), (1, 4096), (0, 0)):
+        described.check(0, 1, 2)
+    assert len(runtime._workspaces) == 4
+    assert fake_gpu.encoded == 12
+
+
+def test_a_threads_default_stream_is_the_threads(fake_gpu):
+    """Handle 2 is another stream in every thread; all others are the same in all."""
+    described = Described(3)
+    for stream, expected in ((2, 9), (4096, 3)):
+        fake_gpu.stream, before = stream, fake_gpu.encoded
+        workers = [threading.Thread(target=described.check, args=(0, 1, 2)) for _ in range(2)]
+        described.check(0, 1, 2)
+        for worker in workers:
+            worker.start()
+            worker.join()
+        assert fake_gpu.encoded - before == expected
+
+
+def test_every_thread_enters_every_gpu_once(fake_gpu):
+    """The driver launches in the context of the thread, which CUDA's runtime makes."""
+    import cupy
+
+    entered = []
+    cupy.cuda.runtime.memGetInfo = lambda: entered.append(fake_gpu.device)
+    described = Described(3)
+
+    def work():
+        for fake_gpu.device in (0, 1, 0):
+            described.check(0, 1, 2)
+
+    work()
+    worker = threading.Thread(target=work)
+    worker.start()
+    worker.join()
+    assert entered == [0, 1, 0, 1]
+
+
+def test_a_failed_description_leaves_the_others(fake_gpu, monkeypatch):
+    """What could not be encoded, or not be written, is not taken for written later."""
+    described = Described(5)
+    described.check(0, 1, 2)
+
+    def fail(*_):
+        raise RuntimeError("no")
+
+    encoder, launch = runtime.encoder, runtime.launch
+    for name, real in (("encoder", encoder), ("writer", runtime.writer)):
+        with monkeypatch.context() as patch:
+            patch.setattr(runtime, name, (lambda *_: fail) if name == "encoder" else fail)
+            with pytest.raises(RuntimeError, match="no"):
+                described.read(3, 4, 0)
+        assert getattr(runtime, name) is real and runtime.launch is launch
+    described.check(0, 1, 2)
+    described.check(3, 4, 0)
+
+
+def test_a_graph_writes_its_own_descriptions(fake_gpu, monkeypatch):
+    """A captured launch runs again after everything else has been overwritten, on any stream."""
+    monkeypatch.setattr(runtime, "SLOTS", 3)
+    described = Described(6)
+    described.check(0, 1, 2)
+    known = dict(runtime._workspaces[0, 0].addresses)
+    with fake_gpu.capture(4096) as graph:
+        first, second = described.read(0, 1, 2), described.read(2, 1, 0)
+    assert [kernel.key for kernel, *_ in graph] == ["write 4 descriptions", "firsts"] * 2
+    assert runtime._workspaces.keys() == {(0, 0)}
+    assert runtime._workspaces[0, 0].addresses == known
+    described.check(3, 4, 5)
+    for workspace in runtime._captured:  # as a graph finds it whose descriptions were lost
+        workspace.memory.host[:-1] = 0
+    for i in (1, 2):
+        described.arrays[i].host[...] = 10 * i
+        fake_gpu.replay(graph)
+        assert first.get().tolist() == [0, *described.firsts(1, 2), 0]
+        assert second.get().tolist() == [*described.firsts(2, 1), 0, 0]
+
+
+def test_the_kernel_that_writes_descriptions_compiles():
+    """For the GPU that needs it, without local memory."""
+    if MISSING is not None:
+        pytest.skip(MISSING)
+    cubin = cached_cubin(runtime.writer(), (9, 0))
+    assert (cubin.stack_bytes, cubin.spill_bytes) == (0, 0)
+
+
 # --- on a GPU -------------------------------------------------------------------------------------
 
 
@@ -623,3 +880,85 @@ def test_a_missing_argument_is_refused():
     with pytest.raises(ValueError, match="zip"):
         runtime.launch(tiny("too few", 6), 1, (x, None, 0))
     assert (x.get() == 1).all()
+
+
+def constants(count):
+    """q, k and many v, each of which holds one number, which attention then returns."""
+    import cupy
+
+    q, k = (cupy.ones((1, 200, 2, 64), np.float16) for _ in range(2))
+    return q, k, [cupy.full(k.shape, i, np.float16) for i in range(count)]
+
+
+def assert_constant(x, value):
+    np.testing.assert_allclose(x.get().astype(np.float32), value, rtol=2e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+def test_few_slots_are_reused_on_a_gpu(monkeypatch):
+    """TMA keeps no old description of a slot: five slots, always another v and o, no waiting."""
+    monkeypatch.setattr(runtime, "SLOTS", 5)
+    monkeypatch.setattr(runtime, "_workspaces", {})
+    q, k, values = constants(40)
+    order = np.random.default_rng(0).integers(40, size=600)
+    results = [fn.attention(q, k, values[i], causal=True, backend="wgmma") for i in order]
+    for i, o in zip(order, results, strict=True):
+        assert_constant(o, i)
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+def test_a_captured_graph_describes_its_own_arrays(monkeypatch):
+    """It runs after all slots were taken by others, on another stream, with new numbers in v."""
+    import cupy
+
+    monkeypatch.setattr(runtime, "SLOTS", 5)
+    monkeypatch.setattr(runtime, "_workspaces", {})
+    q, k, values = constants(12)
+    v = cupy.empty_like(k)
+    stream, other = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    fn.attention(q, k, v, causal=True, backend="wgmma")  # compiles
+    cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        o = fn.attention(q, k, v, causal=True, backend="wgmma")
+        twice = fn.attention(q, k, o, causal=True, backend="wgmma")
+        graph = stream.end_capture()
+    for i, x in enumerate(values):
+        assert_constant(fn.attention(q, k, x, causal=True, backend="wgmma"), i)
+        with stream if i % 2 else other as current:
+            v[...] = x
+            graph.launch()
+            current.synchronize()
+        assert_constant(o, i)
+        assert_constant(twice, i)
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+def test_streams_and_threads_on_a_gpu():
+    """Four threads with a stream each and one with the default stream, all at once."""
+    import cupy
+
+    q, k, values = constants(5)
+    cupy.cuda.Device().synchronize()
+    failures = []
+
+    def work(i):
+        try:
+            stream = cupy.cuda.Stream(non_blocking=True) if i else cupy.cuda.Stream.null
+            with stream:
+                results = [fn.attention(q, k, values[i], causal=True) for _ in range(50)]
+                stream.synchronize()
+                for o in results:
+                    assert_constant(o, i)
+        except BaseException as error:
+            failures.append(error)
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(5)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not failures

@@ -1,7 +1,8 @@
-"""The quickstart, the CPU benchmark and the dense attention that they compare with."""
+"""The quickstart, the benchmarks, what they compare with, and what they write down."""
 
 import csv
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,11 @@ from flashnumba import reference
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 
+import bench
 import bench_numpy
 import dense
+import host
+import peers
 import quickstart
 import records
 
@@ -79,3 +83,328 @@ def test_flops_count_the_products():
     assert records.flops("forward", 2, 3, 5, 7, "full") == 4 * 2 * 3 * 25 * 7
     assert records.flops("backward", 2, 3, 5, 7, "full") == 10 * 2 * 3 * 25 * 7
     assert records.flops("forward", 2, 3, 5, 7, "causal") == 2 * 2 * 3 * 25 * 7
+
+
+# --- records: rows and how they compare --------------------------------------------------
+
+MACHINE = {"gpu": "NVIDIA Test", "driver": "1.2", "versions": "python 3, numpy 2"}
+SPEEDS = {  # TFLOP/s by (head_dim, seqlen, mask) and implementation
+    (64, 1024, "full"): {"flashnumba": 400, "torch-cudnn": 320, "fa3-jax": 250, "matmul": 800},
+    (64, 1024, "causal"): {"flashnumba": 300, "torch-cudnn": 375, "matmul": 750},
+    (128, 4096, "full"): {"torch-cudnn": 600, "matmul": 800},
+    (128, 4096, "causal"): {"flashnumba": 500},
+}
+
+
+def rows_of(speeds):
+    """Rows as a benchmark makes them, at given speeds."""
+    for (dim, seqlen, mask), found in speeds.items():
+        for name, tflops in found.items():
+            product = name == "matmul"
+            count = 2e9 if product else records.flops("forward", 2, 4, seqlen, dim, mask)
+            yield records.row(
+                "forward", "bfloat16", 4, dim, 2, seqlen, mask, name, count / tflops / 1e9,
+                None if product else 1.66e-3, 33 if name == "flashnumba" else None, MACHINE,
+                variant="matmul 1000" if product else "", count=count,
+            )  # fmt: skip
+
+
+def test_rows_compare_by_cell():
+    """Ratio to the best peer, share of the matmul; neither counts the matmul as a peer."""
+    cells = records.by_cell(rows_of(SPEEDS))
+    assert [c[-2:] for c in cells] == [(str(t), m) for _, t, m in SPEEDS]
+    first, second, third, fourth = cells.values()
+    assert records.best_peer(first) == "torch-cudnn" and records.ratio(first) == 400 / 320
+    assert records.ratio(second) == 300 / 375 and records.of_ceiling(second) == 300 / 750
+    assert records.ratio(third) is None and records.best_peer(fourth) is None
+    assert records.ratio(fourth) is None and records.of_ceiling(fourth) is None
+    assert records.geometric_mean([400 / 320, 300 / 375]) == pytest.approx(1)
+
+
+def test_the_last_row_of_a_cell_counts_and_variants_do_not():
+    """A CSV that grew over several runs."""
+    cell = (64, 1024, "full")
+    rows = [*rows_of({cell: {"flashnumba": 100}}), *rows_of({cell: {"flashnumba": 200}})]
+    rows += [r | {"variant": "alibi"} for r in rows_of({cell: {"flashnumba": 50}})]
+    (found,) = records.by_cell(rows).values()
+    assert records.rate(found, "flashnumba") == 200
+
+
+def test_csv_round_trip(tmp_path):
+    """What was saved compares as what was measured; one header for two savings."""
+    path = tmp_path / "new" / "forward-GPU.csv"
+    rows = list(rows_of(SPEEDS))
+    records.save(path, rows[:3])
+    records.save(path, rows[3:])
+    loaded = records.load(path)
+    assert list(loaded[0]) == records.COLUMNS
+    assert loaded == [{k: str(v) for k, v in r.items()} for r in rows]
+    ratios = lambda rows: {c: records.ratio(f) for c, f in records.by_cell(rows).items()}
+    assert ratios(loaded) == ratios(rows)
+
+
+@pytest.mark.parametrize("path", sorted(records.RESULTS.glob("*.csv")), ids=lambda p: p.stem)
+def test_committed_results_have_the_columns(path):
+    """Every benchmark's CSV can be read by the same code."""
+    rows = records.load(path)
+    assert rows and all(list(r) == records.COLUMNS for r in rows)
+    assert all(float(r["ms"]) > 0 for r in rows) and records.by_cell(rows) is not None
+
+
+def test_plot_writes_a_png(tmp_path):
+    """Panels with gaps: a missing peer, a mask that only one head dimension has."""
+    path = tmp_path / "new" / "forward.png"
+    speeds = {k: v for k, v in SPEEDS.items() if k != (128, 4096, "causal")}
+    records.plot(rows_of(speeds), path)
+    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
+
+
+# --- peers: who can be asked -------------------------------------------------------------
+
+
+def test_a_library_that_is_not_there_is_a_reason(monkeypatch):
+    """Neither PyTorch nor JAX: every peer of theirs says so, and nothing raises."""
+    for name in ("torch", "jax"):
+        monkeypatch.setitem(sys.modules, name, None)
+    chosen, reasons = peers.choose("bfloat16")
+    assert [p.name for p in chosen] == ["matmul"]  # CuPy's
+    assert reasons["torch-cudnn"] == reasons["torch-flex"] == "torch is not installed"
+    assert reasons["fa3-jax"] == reasons["pallas-float16"] == "jax is not installed"
+    assert "--only" in reasons["cupy-dense"]
+    assert "cupy-dense" in [p.name for p in peers.choose("float32")[0]]
+
+
+def test_a_library_that_does_not_import_is_a_reason(monkeypatch, tmp_path):
+    """The first line of its error; a peer that cannot even be asked is one too."""
+    (tmp_path / "broken_library.py").write_text("raise RuntimeError('no driver\\nlong story')")
+    monkeypatch.syspath_prepend(tmp_path)
+    message = "broken_library does not import: RuntimeError: no driver"
+    assert peers.cannot_import("csv", "broken_library") == message
+    assert peers.cannot_import("csv") is None
+    monkeypatch.setattr(peers.Matmul, "available", lambda self: 1 / 0)
+    assert "ZeroDivisionError" in peers.choose("float16", only=["matmul"])[1]["matmul"]
+
+
+def test_peers_are_chosen_by_name(monkeypatch):
+    """--only, with names and with none, and --skip."""
+    monkeypatch.setattr(peers.Torch, "available", lambda self: None)
+    names = lambda *args, **options: [p.name for p in peers.choose(*args, **options)[0]]
+    assert names("bfloat16", only=["torch-flash", "cupy-dense"]) == ["torch-flash", "cupy-dense"]
+    assert names("bfloat16", only=[]) == []
+    assert names("bfloat16", only=["torch-flash"], skip=["torch-flash"]) == []
+    assert set(records.COLORS) == {"flashnumba", *peers.NAMES} - {"matmul"}
+
+
+def test_peers_refuse_what_they_cannot_do():
+    """Each with a reason, before anything is compiled."""
+    by_name = dict(zip(peers.NAMES, peers.ALL, strict=True))
+    cell = lambda dtype, seqlen, dim: records.Cell(dtype, 4, seqlen, 32, dim, "full")
+    refuses = lambda name, *problem: by_name[name].refuses(cell(*problem))
+    assert refuses("fa3-jax", "bfloat16", 1024, 128) is None
+    assert "head_dim 128" in refuses("fa3-jax", "bfloat16", 1024, 64)
+    assert "float32" in refuses("torch-cudnn", "float32", 1024, 64)
+    assert refuses("torch-flex", "float32", 1024, 64) is None
+    assert "tiles" in refuses("pallas-float16", "bfloat16", 1000, 64)
+    assert "head_dim 96" in refuses("pallas-float16", "bfloat16", 1024, 96)
+    assert refuses("cupy-dense", "bfloat16", 4096, 64) is None
+    assert "GiB" in refuses("cupy-dense", "bfloat16", 16384, 64)
+
+
+# --- bench: cells, the table, a whole run ------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_exact_head_is_exact(causal):
+    """Against the specification, in blocks of rows that do not divide the length."""
+    p = problem(13, 13, dim=8, dtype="float64")
+    head = [x[0, :, 0] for x in (p.do, p.q, p.k, p.v)]
+    got = bench.exact_head(*head, 8**-0.5, causal, rows=5)
+    grads = reference.attention_backward(p.do, p.q, p.k, p.v, causal=causal)
+    exact = (reference.attention(p.q, p.k, p.v, causal=causal)[0], *grads)
+    for x, want in zip(got, exact, strict=True):
+        np.testing.assert_allclose(x, want[0, :, 0], rtol=1e-12, atol=1e-14)
+
+
+def test_error_is_the_largest_and_relative():
+    """Of several arrays; the first batch and head alone count."""
+    exact = [np.full((3, 2), 2.0), np.full((3, 2), 4.0)]
+    got = [np.zeros((2, 3, 2, 2)) for _ in exact]
+    for g, value in zip(got, (2.2, 4.1), strict=True):
+        g[0, :, 0] = value
+    assert bench.error(got, exact) == pytest.approx(0.1)
+
+
+def test_the_table_says_what_was_measured():
+    """Numbers below their names; a gap where there is nothing, FAILED where ours is missing."""
+    names = ["flashnumba", "torch-cudnn", "fa3-jax", "matmul"]
+    lines = []
+    for (dim, seqlen, mask), speeds in SPEEDS.items():
+        cell = records.Cell("bfloat16", 2, seqlen, 4, dim, mask)
+        rows = list(rows_of({(dim, seqlen, mask): speeds}))
+        lines.append(bench.line(cell, "forward", names, rows))
+    assert {len(text) for text in lines} == {len(bench.header(names))}
+    first, _, third, fourth = (text.split() for text in lines)
+    assert first[:6] == ["forward", "B2", "H4", "T1024", "D64", "full"]
+    assert first[6:12] == ["400", "1.7e-03", "320", "1.7e-03", "250", "1.7e-03"]
+    assert first[12:] == ["800", "1.250", "50%", "33.0"]
+    assert third[6:9] == ["FAILED", "600", "1.7e-03"] and third[-3:] == ["-", "-", "-"]
+    assert fourth[-3:] == ["-", "-", "33.0"]
+
+
+def test_the_summary_names_the_worst_cell():
+    """Cells without a peer or without ours do not count."""
+    mean, ceiling = bench.summary(list(rows_of(SPEEDS)))
+    assert mean == (
+        "forward: 1.000 of the best peer, the geometric mean of 2 cells; worst 0.800, "
+        "D64 T1024 causal against torch-cudnn"
+    )
+    assert "775 TFLOP/s" in ceiling and "50% of it, D64 T1024 full" in ceiling
+    assert list(bench.summary([])) == []
+
+
+class Fake(peers.Peer):
+    """A peer that computes dense attention, and fails where it is told to."""
+
+    def __init__(self, name, fails="", factor=1.0):
+        self.name, self.fails, self.factor, self.calls = name, fails, factor, 0
+
+    def forward(self, q, k, v, causal):
+        if self.fails == "prepare":
+            raise RuntimeError("cannot prepare\nand a long story")
+
+        def run():
+            self.calls += 1
+            if self.fails == "later" and self.calls > 20:
+                raise RuntimeError("ran out of luck")
+            return (self.factor * dense.dense_forward(q, k, v, 8**-0.5, causal)).astype(q.dtype)
+
+        return run
+
+
+@pytest.fixture
+def numpy_for_cupy(monkeypatch):
+    """CuPy's functions by NumPy, and no GPU: bench.py runs on the NumPy backend."""
+    cupy = types.ModuleType("cupy")
+    cupy.random, cupy.zeros, cupy.from_dlpack = np.random, np.zeros, np.from_dlpack
+    device = types.SimpleNamespace(synchronize=lambda: None)
+    cupy.cuda = types.SimpleNamespace(Device=lambda: device)
+    pool = types.SimpleNamespace(free_all_blocks=lambda: None, total_bytes=lambda: 0)
+    cupy.get_default_memory_pool = lambda: pool
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(quickstart.runtime, "gpu_available", lambda: False)
+    monkeypatch.setattr(records, "gpu", lambda: MACHINE)
+    monkeypatch.setattr(bench, "SPAN_MS", 1e-3)
+    monkeypatch.setattr(peers, "ALL", (Fake("good"), peers.Matmul(32)))
+    return monkeypatch
+
+
+SMALL = "--head-dim 8 --seqlen 16 33 --heads 2 --batch 2 --rounds 9 --dtype float16".split()
+
+
+def test_a_whole_run(numpy_for_cupy, tmp_path, capsys):
+    """Peers that fail in every way are skipped with their reasons; rows and figure are written."""
+    bad = [
+        Fake("no-start", "prepare"),
+        Fake("unlucky", "later"),
+        Fake("wrong", factor=1.3),
+        Fake("nan", factor=np.nan),
+        peers.FlashAttention3(),
+    ]
+    bad[-1].available = lambda: None
+    numpy_for_cupy.setattr(peers, "ALL", (*bad, *peers.ALL, Fake("absent")))
+    peers.ALL[-1].available = lambda: "not here"
+    assert bench.main([*SMALL, "--save", str(tmp_path / "new")]) == 0
+    printed = capsys.readouterr().out
+    for text in (
+        "without absent: not here",
+        "skipped: no-start in 4 of 4 cells: RuntimeError: cannot prepare\n",
+        "skipped: wrong in 4 of 4 cells: ArithmeticError: wrong result: relative error 0.3",
+        "skipped: nan in 4 of 4 cells: ArithmeticError: wrong result: relative error nan",
+        "skipped: fa3-jax in 4 of 4 cells: its wheel has kernels for head_dim 128 only",
+        "cells: RuntimeError: ran out of luck",
+        "geometric mean of 4 cells",
+        "matmul 32 ran at",
+    ):
+        assert text in printed
+    rows = records.load(tmp_path / "new" / "forward-NVIDIA-Test.csv")
+    assert {r["implementation"] for r in rows} >= {"flashnumba", "good", "matmul"}
+    assert len(records.by_cell(rows)) == 4 and all(float(r["ms"]) > 0 for r in rows)
+    for r in rows:
+        assert r["variant"] == ("matmul 32" if r["implementation"] == "matmul" else "")
+        assert (r["error"] == "") == (r["implementation"] == "matmul")
+        assert (r["peak_mib"] == "") == (r["implementation"] != "flashnumba")
+    assert (tmp_path / "new" / "forward-NVIDIA-Test.png").exists()
+
+
+def test_flashnumba_failing_is_an_error(numpy_for_cupy, capsys):
+    """Exit status 1, the reason, its traceback; the others are measured all the same."""
+
+    def fail(q, k, v, **options):
+        raise ValueError("no")
+
+    numpy_for_cupy.setattr(bench.fn, "attention", fail)
+    assert bench.main([*SMALL, "--mask", "full"]) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("FAILED") == 2 and printed.count("Traceback") == 2
+    assert "failed: flashnumba in 2 of 2 cells: ValueError: no" in printed
+
+
+def test_backward_runs_beside_dense_attention(numpy_for_cupy, capsys):
+    """A peer without a backward is skipped for it."""
+    numpy_for_cupy.setattr(peers, "ALL", (*peers.ALL, peers.Dense()))
+    options = ["--pass", "forward", "backward", "--only", "cupy-dense", "good"]
+    numpy_for_cupy.setattr(peers, "NAMES", [p.name for p in peers.ALL])
+    assert bench.main([*SMALL, *options]) == 0
+    printed = capsys.readouterr().out
+    assert "skipped: good in 4 of 8 cells: no backward here yet" in printed
+    assert "without matmul: not asked for" in printed
+    assert printed.count("geometric mean of 4 cells") == 2
+
+
+def test_rounds_take_turns(numpy_for_cupy):
+    """Each round begins with the next implementation."""
+    order = []
+
+    def measure(contestant):
+        order.append(contestant.peer.name)
+        contestant.times.append(1.0)
+
+    numpy_for_cupy.setattr(bench.Contestant, "measure", measure)
+    cell = records.Cell("float16", 1, 9, 1, 8, "causal")
+    rows, reasons = bench.compare([Fake(x) for x in "abc"], cell, "forward", 4, MACHINE)
+    assert "".join(order) == "abc" + "bca" + "cab" + "abc"
+    assert [r["implementation"] for r in rows] == list("abc") and reasons == {}
+
+
+# --- host: the time of a call ------------------------------------------------------------
+
+
+def test_host_times_are_rows(numpy_for_cupy, tmp_path, capsys):
+    """Steady state measured, first calls as the two processes report them."""
+    numpy_for_cupy.setattr(peers.Torch, "available", lambda self: "torch is not installed")
+    for name, value in {"SEQLEN": 5, "CALLS": 2, "BATCHES": 3}.items():
+        numpy_for_cupy.setattr(host, name, value)
+    told = iter([{"first call": 2500.0}, {"first call": 120.0}])
+    numpy_for_cupy.setattr(host, "in_new_process", lambda dtype, cache: next(told))
+    assert bench.main(["--host", "--dtype", "float32", "--save", str(tmp_path)]) == 0
+    assert "without torch-sdpa: torch is not installed" in capsys.readouterr().out
+    rows = records.load(tmp_path / "host-NVIDIA-Test.csv")
+    found = {r["variant"]: r["ms"] for r in rows}
+    assert list(found) == ["steady call", "first call, empty cache", "first call, from disk"]
+    assert float(found["steady call"]) > 0 and found["first call, empty cache"] == "2500"
+    assert {(r["pass"], r["tflops"], r["error"]) for r in rows} == {("host", "", "")}
+
+
+def test_first_calls_run_in_processes_of_their_own(monkeypatch, tmp_path):
+    """With the kernel cache they are given; a failure is reported with its output."""
+    seen = []
+
+    def run(command, env, **options):
+        seen.append((command, env["FLASHNUMBA_CACHE_DIR"]))
+        return types.SimpleNamespace(returncode=len(seen) - 1, stdout='noise\n{"a": 1}', stderr="?")
+
+    monkeypatch.setattr(host.subprocess, "run", run)
+    assert host.in_new_process("float16", str(tmp_path)) == {"a": 1}
+    assert seen == [([sys.executable, host.__file__, "float16"], str(tmp_path))]
+    with pytest.raises(RuntimeError, match="failed"):
+        host.in_new_process("float16", str(tmp_path))

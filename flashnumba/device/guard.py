@@ -72,7 +72,7 @@ def guard(dtype, rows, head_dim):
     def restore(o_tile, o_rows, v_row, first, last):
         """A warp adds what is not finite in a row (head_dim,) of V to rows [first, last) of O."""
         lane = i32(cuda.threadIdx.x) % i32(32)
-        for column in range(lane, v_row.shape[0], 32):
+        for column in range(lane, i32(v_row.shape[0]), i32(32)):
             half = u32(v_row[column])
             if half & u32(INF) == u32(INF):
                 for row in range(first, last):

@@ -256,6 +256,7 @@ def key_tiles(lo, hi, tile_keys):
     mask : bool ndarray (b or 1, 1, rows, N) or None
         Which row sees which key; None where all see all.
     """
+    lo, hi = np.broadcast_arrays(lo, hi)
     some = lo < hi
     if not some.any():
         return

@@ -6,8 +6,9 @@ Compiled, a decorated function is inline PTX. In the simulator it is its body:
     warp_instruction          once per warp, when its 32 lanes have arrived; every operand is an
                               array with one row a lane, and the result must be one too
     warpgroup_instruction     the same for the 128 lanes of four warps
-    asynchronous=True         of a warpgroup: the body runs when a wait asks for the result, at the
-                              latest moment the machine allows. Until then the accumulator is NaN
+    asynchronous=...          of a warpgroup: the body runs when a wait asks for the result, at the
+                              latest moment the machine allows. Until then the accumulator is NaN.
+                              The argument is called at issue, for a context to run the body in
 
 An operand that must be the same in every lane (a descriptor) is annotated `uniform(u64)`: the body
 receives one number, and lanes that disagree are an error.
@@ -47,12 +48,12 @@ def warp_instruction(encoding, pure=False):
     return _of_lanes(encoding, 32, pure)
 
 
-def warpgroup_instruction(encoding, asynchronous=False):
+def warpgroup_instruction(encoding, asynchronous=None):
     """An instruction of 128 lanes together."""
     return _of_lanes(encoding, 128, False, asynchronous)
 
 
-def _of_lanes(encoding, size, pure, asynchronous=False):
+def _of_lanes(encoding, size, pure, asynchronous=None):
     def decorate(body):
         name, kinds = body.__name__, _operands(body)
 
@@ -61,10 +62,16 @@ def _of_lanes(encoding, size, pure, asynchronous=False):
             return collective(name, size, operands, together)
 
         def issue(columns):
-            if not asynchronous:
+            if asynchronous is None:
                 return execute(columns)
+            context = asynchronous()
+
+            def late():
+                with context:
+                    execute(columns)
+
             wgmma = current_block().part(WarpgroupQueues)
-            wgmma.issue(current_thread() // size, name, kinds, columns, lambda: execute(columns))
+            wgmma.issue(current_thread() // size, name, kinds, columns, late)
             return [None] * size
 
         def execute(columns):
@@ -117,10 +124,11 @@ class WarpgroupQueues:
         """Queue an instruction; its accumulators are NaN until a wait completes it."""
         if warpgroup not in self.fenced:
             raise SimulatorError(f"{name} without wgmma_fence since the last wait")
-        targets = [c for k, c in zip(kinds.values(), columns, strict=True)
-                   if getattr(k, "mode", "reads") != "reads"]  # fmt: skip
-        lanes = [lane for column in targets for lane in column]
-        operation = Operation(name, lanes, execute)
+        fragments = [(k, lane) for k, c in zip(kinds.values(), columns, strict=True)
+                     if isinstance(k, _asm.Fragment) for lane in c]  # fmt: skip
+        lanes = [lane for k, lane in fragments if k.is_output]
+        sources = [lane[: k.size] for k, lane in fragments if not k.is_output]
+        operation = Operation(name, lanes, sources, execute)
         if not any(lanes[0] is o.lanes[0] for o in self.pending(warpgroup)):
             operation.take_start()
         self.open.setdefault(warpgroup, []).append(operation)
@@ -137,11 +145,13 @@ class WarpgroupQueues:
         self.fenced.discard(warpgroup)
         groups = self.groups.setdefault(warpgroup, [])
         while len(groups) > allowed:
-            for operation in groups.pop(0):
+            while groups[0]:
+                operation = groups[0].pop(0)
                 operation.complete()
                 later = [o for o in self.pending(warpgroup) if o.lanes[0] is operation.lanes[0]]
                 if later:
                     later[0].take_start()
+            groups.pop(0)
 
     def finish(self):
         for warpgroup in {**self.groups, **self.open}:
@@ -153,8 +163,9 @@ class WarpgroupQueues:
 class Operation:
     """An asynchronous instruction, and what its accumulators held when it could have started."""
 
-    def __init__(self, name, lanes, execute):
+    def __init__(self, name, lanes, sources, execute):
         self.name, self.lanes, self.execute, self.start = name, lanes, execute, None
+        self.sources = [(lane, lane.copy()) for lane in sources]
 
     def take_start(self):
         self.start = [lane.copy() for lane in self.lanes]
@@ -166,4 +177,6 @@ class Operation:
             if not np.isnan(lane).all():
                 raise SimulatorError(f"an accumulator was written while {self.name} was in flight")
             lane[:] = start
+        if any((lane != before).any() for lane, before in self.sources):
+            raise SimulatorError(f"an operand was written while {self.name} was in flight")
         self.execute()

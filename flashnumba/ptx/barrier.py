@@ -100,6 +100,7 @@ class NumberedBarriers:
         self.arrivals[number] += 1
         if self.arrivals[number] == threads:
             self.arrivals[number], self.rounds[number] = 0, self.rounds[number] + 1
+            current_block().progress = True  # for those who wait, also from a thread's first turn
 
 
 @instruction("bar.arrive {number}, {threads};")

@@ -2,12 +2,15 @@
 
 In the simulator it is an array of bytes whose addresses start at BASE. It remembers which thread
 wrote which 16 bytes by ordinary stores: tensor cores and TMA read through another path (the
-"asynchronous proxy"), and reading there what no fence has published is an error.
+"asynchronous proxy"), and reading there what no fence has published is an error. So is reading
+what was written between issue and wait: the machine may read at any time between.
 """
+
+from contextlib import contextmanager
 
 import numpy as np
 
-from flashnumba.ptx._asm import address, u32, writes
+from flashnumba.ptx._asm import address, f32, u32, writes
 from flashnumba.ptx._instruction import instruction, warp_instruction
 from flashnumba.simulate import SimulatorError, current_block, current_thread
 
@@ -20,7 +23,10 @@ class SharedMemory:
 
     def __init__(self, block):
         self.bytes = block.dynamic
-        self.unfenced = np.full(-(-len(self.bytes) // CHUNK), -1)  # thread that wrote, by chunk
+        chunks = -(-len(self.bytes) // CHUNK)
+        self.unfenced = np.full(chunks, -1)  # thread that wrote, by chunk
+        self.written, self.writes = np.zeros(chunks, int), 0  # which write was a chunk's last
+        self.issued = None  # how many writes there were when the reader that runs now was issued
 
     def span(self, start, size):
         start = int(start) - BASE
@@ -28,6 +34,8 @@ class SharedMemory:
             raise SimulatorError(
                 f"bytes {start} to {start + size} of {len(self.bytes)} bytes of shared memory"
             )
+        if start % size:
+            raise SimulatorError(f"{size} bytes of shared memory at byte {start}: not aligned")
         return slice(start, start + size)
 
     def load(self, start, dtype, count=1):
@@ -37,7 +45,26 @@ class SharedMemory:
         """An ordinary store of the current thread."""
         span = self.span(start, values.nbytes)
         self.bytes[span] = values.view(np.uint8)
-        self.unfenced[span.start // CHUNK : -(-span.stop // CHUNK)] = current_thread()
+        self.wrote(slice(span.start // CHUNK, -(-span.stop // CHUNK)), current_thread())
+
+    def wrote(self, chunks, thread):
+        """Remember an ordinary store of a thread; -1 is a write that needs no fence."""
+        self.writes += 1
+        self.written[chunks], self.unfenced[chunks] = self.writes, thread
+
+    def reader(self):
+        """A context for what is issued now and reads later."""
+        writes = self.writes
+
+        @contextmanager
+        def reading():
+            self.issued = writes
+            try:
+                yield
+            finally:
+                self.issued = None
+
+        return reading()
 
     def gather(self, addresses, dtype=np.uint16):
         """What tensor cores and TMA read; an array of byte addresses of `dtype` numbers."""
@@ -50,6 +77,8 @@ class SharedMemory:
                 f"thread {writers.max()} wrote shared memory that is read asynchronously without "
                 "fence_proxy_async"
             )
+        if self.issued is not None and (self.written[at // CHUNK] > self.issued).any():
+            raise SimulatorError("shared memory was written while a reader of it was in flight")
         return self.bytes.view(dtype)[at // np.dtype(dtype).itemsize]
 
     def scatter(self, addresses, values):
@@ -58,7 +87,7 @@ class SharedMemory:
         if at.min() < 0 or at.max() >= len(self.bytes):
             raise SimulatorError(f"address {at.max() + BASE} is outside of shared memory")
         self.bytes.view(values.dtype)[at // values.itemsize] = values
-        self.unfenced[at // CHUNK] = -1
+        self.wrote(at // CHUNK, -1)
 
     def publish(self, thread):
         self.unfenced[self.unfenced == thread] = -1
@@ -112,6 +141,20 @@ def st_shared_u16(a: u32, x: u32):
     memory().store(a, np.array([int(x) & 0xFFFF], np.uint16))
 
 
+@instruction(
+    "{{ .reg .pred negative; setp.lt.f32 negative, {x}, 0f00000000; "
+    "@negative st.shared.f32 [{a}], {x}; }}"
+)
+def st_shared_f32_if_negative(a: u32, x: f32):
+    """Four bytes to address a, a multiple of 4, if x is below 0.
+
+    With an x that never is, it keeps its place in the order of instructions: what computes x cannot
+    move behind what follows it.
+    """
+    if x < 0:
+        memory().store(a, np.array([x], np.float32))
+
+
 @warp_instruction("stmatrix.sync.aligned.m8n8.x4.shared.b16 [{a}], {{{x0}, {x1}, {x2}, {x3}}};")
 def stmatrix_x4(a: u32, x0: u32, x1: u32, x2: u32, x3: u32):
     """Store four 8 x 8 matrices of halves: lane 8 i + r gives the address of row r of matrix i.
@@ -124,7 +167,7 @@ def stmatrix_x4(a: u32, x0: u32, x1: u32, x2: u32, x3: u32):
         for row in range(8):
             smem.store(a[8 * i + row], x[4 * row : 4 * row + 4].astype(np.uint32))
             at = smem.span(a[8 * i + row], CHUNK).start // CHUNK
-            smem.unfenced[at] = current_thread() // 32 * 32 + 8 * i + row
+            smem.wrote(at, current_thread() // 32 * 32 + 8 * i + row)
 
 
 @instruction("fence.proxy.async.shared::cta;")

@@ -26,14 +26,20 @@ def rcp(a: f32) -> f32:
 
 @instruction("max.f32 {d}, {a}, {b};", pure=True)
 def max_f32(a: f32, b: f32) -> f32:
-    """The larger number; NaN only if both are."""
-    return np.fmax(np.float32(a), np.float32(b))
+    """The larger number, +0 above -0; NaN only if both are."""
+    a, b = np.float32(a), np.float32(b)
+    if np.isnan(a) or np.isnan(b):
+        return b if np.isnan(a) else a  # np.fmax is NaN for signalling NaN
+    return max(a, b) if a or b else a + b
 
 
 @instruction("cvt.rn.f16x2.f32 {d}, {high}, {low};", pure=True)
 def cvt_f16x2(low: f32, high: f32) -> u32:
-    """Two numbers as float16 in one register, rounded to nearest even."""
-    return np.array([low, high], np.float32).astype(np.float16).view(np.uint32)[0]
+    """Two numbers as float16 in one register, rounded to nearest even; NaN becomes 0x7fff."""
+    x = np.array([low, high], np.float32).astype(np.float16)
+    if low != low or high != high:
+        x.view(np.uint16)[np.isnan(x)] = 0x7FFF
+    return x.view(np.uint32)[0]
 
 
 @instruction("cvt.rn.bf16x2.f32 {d}, {high}, {low};", pure=True)

@@ -55,12 +55,16 @@ def addresses(start, rows):
     return int(start) + swizzle128(128 * row + 2 * column)
 
 
+def inside(start, size, limit):
+    """The part of [start, start + size) in [0, limit), which may be empty."""
+    return slice(min(max(start, 0), limit), min(max(start + size, 0), limit))
+
+
 def overlap(tensor, column, row, head, batch):
     """The part of a box that lies in the array: its view there, and its place in the box."""
     bits = tensor.array.view(np.uint16)
     size_b, size_s, size_h, size_d = bits.shape
-    rows = slice(max(row, 0), max(min(row + tensor.rows, size_s), 0))
-    columns = slice(max(column, 0), max(min(column + COLUMNS, size_d), 0))
+    rows, columns = inside(row, tensor.rows, size_s), inside(column, COLUMNS, size_d)
     if not (0 <= head < size_h and 0 <= batch < size_b):
         raise SimulatorError(f"a box at {head=} {batch=} of an array {bits.shape}")
     place = (
@@ -102,9 +106,11 @@ def cp_async_bulk_tensor_store(
     """Store a box, except what lies outside the array."""
     smem, where = memory(), addresses(source, tensor.rows)
     part, place = overlap(tensor, int(column), int(row), int(head), int(batch))
+    reading = smem.reader()
 
     def read():
-        part[...] = smem.gather(where)[place]
+        with reading:
+            part[...] = smem.gather(where)[place]
 
     current_block().part(Copies).store(read)
 
@@ -125,8 +131,3 @@ def cp_async_bulk_wait_group_read():
 def cp_async_bulk_wait_group():
     """Wait until all groups of this thread are written."""
     current_block().part(Copies).wait(0)
-
-
-@instruction("prefetch.tensormap [{tensor}];")
-def prefetch_tensormap(tensor: u64):
-    """Bring the description of an array near."""

@@ -23,13 +23,17 @@ from flashnumba.ptx._instruction import (
 )
 from flashnumba.ptx.layout import ROW, accumulator, descriptor_fields, swizzle128
 from flashnumba.ptx.shared import memory
-from flashnumba.simulate import current_block, current_thread
+from flashnumba.simulate import SimulatorError, current_block, current_thread
 
 TYPES = {"float16": "f16", "bfloat16": "bf16"}
 
 
 def queues():
     return current_block().part(WarpgroupQueues), current_thread() // 128
+
+
+def reader():
+    return memory().reader()
 
 
 @warpgroup_instruction("wgmma.fence.sync.aligned;")
@@ -104,7 +108,7 @@ def wgmma_ss(n, dtype, a_steps, b_steps, a_mn_major=False, b_mn_major=False):
             f"{int(a_mn_major)}, {int(b_mn_major)};\n"
         )
 
-    @warpgroup_instruction(text + "}}", asynchronous=True)
+    @warpgroup_instruction(text + "}}", asynchronous=reader)
     def wgmma_ss(d_frag: writes(f32, n // 2), a: uniform(u64), b: uniform(u64)):
         d = np.zeros((64, n), np.float32)
         for a_step, b_step in zip(a_steps, b_steps, strict=True):
@@ -132,7 +136,7 @@ def wgmma_rs(n, dtype, b_steps, b_mn_major=True):
             f"{{d_frag}}, {{a_frag:{4 * step}:{4 * step + 4}}}, bt, 1, 1, 1, {int(b_mn_major)};\n"
         )
 
-    @warpgroup_instruction(text + "}}", asynchronous=True)
+    @warpgroup_instruction(text + "}}", asynchronous=reader)
     def wgmma_rs(
         d_frag: updates(f32, n // 2), a_frag: reads(u32, 4 * len(b_steps)), b: uniform(u64)
     ):
@@ -152,6 +156,8 @@ def wgmma_rs(n, dtype, b_steps, b_mn_major=True):
 def operand(descriptor, rows, mn_major, dtype):
     """The (rows, 16) halves that one step reads through a descriptor, as float32."""
     start, leading, stride = descriptor_fields(descriptor)
+    if descriptor >> 62 != 1 or start // ROW % 8:
+        raise SimulatorError(f"{descriptor:#x} does not describe 8 rows of the 128-byte swizzle")
     row, k = np.arange(rows)[:, None], np.arange(16)
     if mn_major:
         where = row // 64 * leading + k // 8 * stride + k % 8 * ROW + row % 64 * 2

@@ -1,0 +1,727 @@
+"""Kernels that run every instruction of flashnumba/ptx: the same in the simulator and on a GPU.
+
+A case is a kernel, random operands for it, and how its results must agree: bit for bit, or to the
+error that the instruction's documentation states. test_ptx_conformance.py compares machine and
+simulator, and checks that no instruction is left out.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+from types import FunctionType
+
+import ml_dtypes
+import numpy as np
+from numba import cuda
+from numba.cuda import types
+from numba.cuda.extending import register_jitable
+
+from flashnumba import ptx, simulate
+from flashnumba.config import Kernel
+from flashnumba.device.pipeline import event
+from flashnumba.ptx.barrier import (
+    bar_arrive,
+    bar_sync,
+    fence_mbarrier_init,
+    mbarrier_arrive_expect_tx,
+    mbarrier_init,
+    mbarrier_wait,
+    setmaxnreg_dec,
+    setmaxnreg_inc,
+)
+from flashnumba.ptx.layout import descriptor_constant, k_major, mn_major, swizzle128
+from flashnumba.ptx.shared import (
+    cvta_to_shared,
+    fence_proxy_async,
+    ld_shared_u16,
+    ld_shared_u32,
+    ld_shared_v4_u32,
+    st_shared_f32_if_negative,
+    st_shared_u16,
+    st_shared_u32,
+    stmatrix_x4,
+)
+from flashnumba.ptx.thread import cvt_bf16x2, cvt_f16x2, ex2, lg2, max_f32, rcp
+from flashnumba.ptx.tma import (
+    cp_async_bulk_commit_group,
+    cp_async_bulk_tensor_load,
+    cp_async_bulk_tensor_store,
+    cp_async_bulk_wait_group,
+    cp_async_bulk_wait_group_read,
+)
+from flashnumba.ptx.wgmma import (
+    wgmma_commit_group,
+    wgmma_fence,
+    wgmma_fence_of,
+    wgmma_rs,
+    wgmma_ss,
+    wgmma_wait_group,
+    zero,
+)
+from flashnumba.tensormap import TensorMap
+
+register_jitable(swizzle128)
+SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]  # for the disk cache
+HALF = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+i32, u32, u64, f32 = np.int32, np.uint32, np.uint64, np.float32
+
+
+# --- which instructions there are, and which a kernel uses ----------------------------------------
+
+
+def instructions():
+    """Names of all instructions of flashnumba/ptx and of the factories that make some."""
+    modules = [import_module(f"{ptx.__name__}.{m.name}") for m in iter_modules(ptx.__path__)]
+    return {
+        f"{module.__name__}.{name}"
+        for module in modules
+        for name, x in vars(module).items()
+        if hasattr(x, "simulated") or hasattr(x, "cache_info")
+        if getattr(x, "body", x).__module__ == module.__name__
+    }
+
+
+def used_by(function, seen=None):
+    """The instructions that a kernel uses, itself or through functions that it calls."""
+    seen = {} if seen is None else seen
+    function = getattr(function, "py_func", function)
+    if hasattr(function, "simulated"):
+        seen[id(function)] = function
+    elif isinstance(function, FunctionType) and id(function) not in seen:
+        seen[id(function)] = function
+        for x in [c.cell_contents for c in function.__closure__ or ()] + named(function):
+            used_by(x, seen)
+    return [x for x in seen.values() if hasattr(x, "simulated")]
+
+
+def named(function):
+    """What the global names in a function and its inner functions stand for."""
+    codes, names = [function.__code__], set()
+    for code in codes:
+        names.update(code.co_names)
+        codes += [c for c in code.co_consts if hasattr(c, "co_names")]
+    return [function.__globals__[n] for n in sorted(names) if n in function.__globals__]
+
+
+def name_of(instruction):
+    """As `instructions` names it: by its factory if it has one."""
+    body = instruction.body
+    return f"{body.__module__}.{body.__qualname__.partition('.')[0]}"
+
+
+# --- cases ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """`operands(rng)` makes the arguments; `agree`, by argument, compares what a run left there.
+
+    `machine` says how often operations of the machine must at least be in its code for sm_90a.
+    """
+
+    kernel: Kernel
+    operands: Callable
+    agree: dict
+    machine: dict
+    grid: int = 1
+
+    @property
+    def hopper(self):
+        return self.kernel.arch == "a"
+
+
+def simulate_function(function, *arguments, threads=32, shared=1024, grid=1, seed=None):
+    """Run a function of arrays, TensorMaps and integers in the simulator."""
+    kinds = [
+        types.Array(getattr(types, x.dtype.name), x.ndim, "A") if isinstance(x, np.ndarray)
+        else types.uint64 if isinstance(x, TensorMap) else types.int32
+        for x in arguments
+    ]  # fmt: skip
+    kernel = Kernel(function.__name__, function, types.void(*kinds), threads, shared)
+    simulate.launch(kernel, grid, arguments, seed)
+
+
+def kernel_of(name, function, kinds, threads, shared_bytes=0, arch=""):
+    return Kernel(f"{name} {SOURCE}", function, types.void(*kinds), threads, shared_bytes, arch)
+
+
+def words(ndim=1):
+    return types.Array(types.uint32, ndim, "A")
+
+
+def floats(ndim=1):
+    return types.Array(types.float32, ndim, "A")
+
+
+def exact(got, expected):
+    """The same bits; in float32 any NaN is as good as any other."""
+    same = got.view(f"u{got.itemsize}") == expected.view(f"u{got.itemsize}")
+    return same | (np.isnan(got) & np.isnan(expected)) if got.dtype == np.float32 else same
+
+
+TINY = float(np.finfo(np.float32).tiny)
+
+
+def within(relative, absolute=0.0):
+    """An error of at most `relative` or at most `absolute`; infinities and NaN in the same places.
+
+    Within that error of the smallest normal number, results may be flushed to 0.
+    """
+
+    def agree(got, expected):
+        got, expected = got.astype(np.float64), expected.astype(np.float64)
+        same = (got == expected) | (np.isnan(got) & np.isnan(expected))
+        with np.errstate(invalid="ignore"):
+            near = np.abs(got - expected) <= np.maximum(relative * np.abs(expected), absolute)
+        low, high = (f(np.abs(got), np.abs(expected)) for f in (np.minimum, np.maximum))
+        return same | near | ((low == 0) & (high <= TINY * (1 + relative)))
+
+    return agree
+
+
+# --- thread.py ------------------------------------------------------------------------------------
+
+SPECIAL = np.array(
+    [0, 1, 2, 0.5, 3, 127, 128, 126, 149, 150, np.inf, np.nan, 2.0**126, 2.0**127, 3.4028235e38]
+    + [2.0**-126, 2.0**-127, 2.0**-133, 2.0**-149, 2.0**-14, 2.0**-24, 2.0**-25, 3 * 2.0**-25]
+    + [65504, 65519.996, 65520, 65536, 1 + 2.0**-11, 1 + 3 * 2.0**-11]
+    + [1 + 2.0**-8, 1 + 3 * 2.0**-8],
+    np.float32,
+)  # fmt: skip
+
+
+def make_thread():
+    """Every pair of special numbers, random bits, and numbers of a softmax."""
+
+    def kernel(a, b, exp, log, inverse, larger, half, bhalf):
+        i = cuda.blockIdx.x * 128 + cuda.threadIdx.x
+        if i < a.shape[0]:
+            exp[i] = ex2(a[i])
+            log[i] = lg2(a[i])
+            inverse[i] = rcp(a[i])
+            larger[i] = max_f32(a[i], b[i])
+            half[i] = cvt_f16x2(a[i], b[i])
+            bhalf[i] = cvt_bf16x2(a[i], b[i])
+
+    def operands(rng):
+        special = np.concatenate([SPECIAL, -SPECIAL])
+        special = np.stack(np.meshgrid(special, special)).reshape(2, -1)
+        bits = rng.integers(0, 1 << 32, (2, 500), u32).view(f32)
+        near = rng.uniform(-4, 4, (2, 500)).astype(f32)
+        a, b = np.concatenate([special, bits, near], axis=1)
+        return [a, b, *np.zeros((4, a.size), f32), *np.zeros((2, a.size), u32)]
+
+    half_ulp = 2.0**-24  # of the body
+    agree = {
+        2: within(2.0**-22 + half_ulp),
+        3: within(2.0**-22 + half_ulp, 2.0**-22 + half_ulp),
+        4: within(2.0**-23 + half_ulp),
+        5: exact,
+        6: exact,
+        7: exact,
+    }
+    kinds = [floats()] * 6 + [words()] * 2
+    grid = -(-len(operands(np.random.default_rng(0))[0]) // 128)
+    machine = {"MUFU": 3, "FMNMX": 1, "F2FP": 2}
+    return Case(kernel_of("thread", kernel, kinds, 128), operands, agree, machine, grid)
+
+
+# --- shared.py ------------------------------------------------------------------------------------
+
+
+def make_shared():
+    """Words, halves and negative numbers over them, all read back by halves, words, 16 bytes."""
+
+    def kernel(words, at_half, at_16, by_word, by_half, by_16, numbers):
+        smem = cvta_to_shared(cuda.shared.array(0, np.uint8, alignment=1024))
+        t = i32(cuda.threadIdx.x)
+        x = cuda.local.array(4, np.uint32)
+        for i in range(8):
+            st_shared_u32(smem + u32(4 * t + 512 * i), words[t + 128 * i])
+        cuda.syncthreads()
+        st_shared_u16(smem + at_half[t], words[t])
+        cuda.syncthreads()
+        st_shared_f32_if_negative(smem + u32(4 * t), numbers[t])
+        cuda.syncthreads()
+        for i in range(8):
+            by_word[t + 128 * i] = ld_shared_u32(smem + u32(4 * t + 512 * i))
+        by_half[t] = ld_shared_u16(smem + at_half[127 - t])
+        ld_shared_v4_u32(x, smem + at_16[t])
+        for i in range(4):
+            by_16[t, i] = x[i]
+
+    def operands(rng):
+        words = rng.integers(0, 1 << 32, 1024, u32)
+        at_half, at_16 = 2 * rng.permutation(2048)[:128], 16 * rng.permutation(256)[:128]
+        out = [np.zeros(1024, u32), np.zeros(128, u32), np.zeros((128, 4), u32)]
+        numbers = rng.standard_normal(128).astype(np.float32)
+        numbers[:4] = np.nan, -np.inf, 0, -0.0
+        return [words, at_half.astype(u32), at_16.astype(u32), *out, numbers]
+
+    kinds = [words()] * 5 + [words(2), types.Array(types.float32, 1, "A")]
+    kernel = kernel_of("shared", kernel, kinds, 128, 4096)
+    return Case(kernel, operands, dict.fromkeys((3, 4, 5), exact), {"LDS": 3, "STS": 3})
+
+
+def make_stmatrix():
+    """Two warps, each twice, to rows of 16 bytes in random places; the rest must stay."""
+
+    def kernel(x, at, out):
+        smem = cvta_to_shared(cuda.shared.array(0, np.uint8, alignment=1024))
+        t = i32(cuda.threadIdx.x)
+        for i in range(16):
+            st_shared_u32(smem + u32(4 * t + 256 * i), u32(t + 64 * i))
+        cuda.syncthreads()
+        for i in range(2):
+            stmatrix_x4(smem + at[t, i], x[t, 4 * i], x[t, 4 * i + 1], x[t, 4 * i + 2],
+                        x[t, 4 * i + 3])  # fmt: skip
+        cuda.syncthreads()
+        for i in range(16):
+            out[t + 64 * i] = ld_shared_u32(smem + u32(4 * t + 256 * i))
+
+    def operands(rng):
+        at = 16 * rng.permutation(256)[:128].reshape(64, 2)
+        return [rng.integers(0, 1 << 32, (64, 8), u32), at.astype(u32), np.zeros(1024, u32)]
+
+    kernel = kernel_of("stmatrix", kernel, [words(2), words(2), words()], 64, 4096, "a")
+    return Case(kernel, operands, {2: exact}, {"STSM": 2})
+
+
+# --- barrier.py -----------------------------------------------------------------------------------
+
+
+def make_barriers():
+    """One warpgroup hands rows through a ring to two, which take turns to write down their order.
+
+    The budget of registers is moved from the first to the others, as in a forward kernel.
+    """
+    TURNS, SLOTS = 7, 3
+    EVENTS_AT, LOG_AT = 512 * SLOTS, 512 * SLOTS + 16 * SLOTS
+    full, wait_full, _, arrive_full = event(EVENTS_AT, SLOTS)
+    empty, _, wait_empty, arrive_empty = event(EVENTS_AT + 8 * SLOTS, SLOTS)
+    give_registers, take_registers = setmaxnreg_dec(40), setmaxnreg_inc(232)
+
+    def kernel(x, out, order):
+        smem = cvta_to_shared(cuda.shared.array(0, np.uint8, alignment=1024))
+        warpgroup = i32(cuda.threadIdx.x) // i32(128)
+        t = i32(cuda.threadIdx.x) % i32(128)
+        log = smem + u32(LOG_AT)
+
+        def produce():
+            for n in range(TURNS):
+                wait_empty(smem, u32(n))
+                st_shared_u32(smem + u32(512 * (n % SLOTS) + 4 * t), x[n, t])
+                arrive_full(smem, u32(n))
+
+        def consume():
+            if warpgroup == 2:
+                bar_arrive(u32(1), u32(256))
+            for n in range(TURNS):
+                wait_full(smem, u32(n))
+                at = u32(512 * (n % SLOTS) + 4 * ((5 * t + n) % 128))
+                out[warpgroup - 1, n, t] = ld_shared_u32(smem + at)
+                arrive_empty(smem, u32(n))
+                bar_sync(u32(warpgroup), u32(256))
+                if t == 0:
+                    count = ld_shared_u32(log)
+                    st_shared_u32(log + u32(4) * (count + u32(1)), u32(10 * n + warpgroup))
+                    st_shared_u32(log, count + u32(1))
+                if warpgroup == 1 or n < TURNS - 1:
+                    bar_arrive(u32(3 - warpgroup), u32(256))
+
+        if cuda.threadIdx.x == 0:
+            for i in range(SLOTS):
+                mbarrier_init(full(smem, u32(i)), u32(128))
+                mbarrier_init(empty(smem, u32(i)), u32(256))
+            fence_mbarrier_init()
+            st_shared_u32(log, u32(0))
+        cuda.syncthreads()
+        if warpgroup == 0:
+            give_registers()
+            produce()
+        else:
+            take_registers()
+            consume()
+        cuda.syncthreads()
+        if cuda.threadIdx.x <= 2 * TURNS:
+            order[cuda.threadIdx.x] = ld_shared_u32(log + u32(4) * u32(cuda.threadIdx.x))
+
+    def operands(rng):
+        x = rng.integers(0, 1 << 32, (TURNS, 128), u32)
+        return [x, np.zeros((2, TURNS, 128), u32), np.zeros(2 * TURNS + 1, u32)]
+
+    kernel = kernel_of("barriers", kernel, [words(2), words(3), words()], 384, 2048, "a")
+    machine = {"SYNCS.EXCH": 2 * SLOTS, "SYNCS": 4, "USETMAXREG": 2, "BAR": 4}
+    return Case(kernel, operands, {1: exact, 2: exact}, machine)
+
+
+# --- tma.py ---------------------------------------------------------------------------------------
+
+# (column, row) of boxes of 24 x 64 from arrays of 50 x 72: inside, over every edge, wholly outside.
+BOXES = [(0, 0), (64, 24), (8, 26), (-8, 3), (-64, 0), (72, 0), (0, -5), (0, -24), (0, 49), (0, 50)]
+BOXES += [(40, 40), (-63, -23), (71, 49), (100, 10), (8, 60), (-200, -100)]
+
+
+def make_tma():
+    """Each box is loaded, written down as it lies in shared memory, and stored somewhere else."""
+    ROWS = 24
+    FULL_AT = 128 * ROWS
+
+    def kernel(x, y, boxes, image):
+        smem = cvta_to_shared(cuda.shared.array(0, np.uint8, alignment=1024))
+        t = i32(cuda.threadIdx.x)
+        full = smem + u32(FULL_AT)
+        if t == 0:
+            mbarrier_init(full, u32(1))
+            fence_mbarrier_init()
+        cuda.syncthreads()
+        for n in range(boxes.shape[0]):
+            if t == 0:
+                cp_async_bulk_wait_group_read()
+                mbarrier_arrive_expect_tx(full, u32(128 * ROWS))
+                cp_async_bulk_tensor_load(
+                    smem, x, full, boxes[n, 0], boxes[n, 1], boxes[n, 2], boxes[n, 3]
+                )
+            mbarrier_wait(full, u32(n & 1))
+            for i in range(ROWS // 4):
+                image[n, t + 128 * i] = ld_shared_u32(smem + u32(4 * t + 512 * i))
+            cuda.syncthreads()
+            if t == 0:
+                cp_async_bulk_tensor_store(
+                    y, smem, boxes[n, 4], boxes[n, 5], boxes[n, 6], boxes[n, 7]
+                )
+                cp_async_bulk_commit_group()
+        if t == 0:
+            cp_async_bulk_wait_group()
+
+    def operands(rng):
+        x, y = (
+            rng.integers(0, 1 << 16, (2, 50, heads, 80), np.uint16).view(np.float16).copy()
+            for heads in (4, 8)
+        )
+        n = np.arange(len(BOXES))
+        to = [BOXES[i] for i in rng.permutation(n)]
+        boxes = np.column_stack([BOXES, n % 3, n % 2, to, n // 2, n % 2]).astype(np.int32)
+        maps = [TensorMap(x[:, :, :3, :72], ROWS), TensorMap(y[..., :72], ROWS)]
+        return [*maps, boxes, np.zeros((len(BOXES), 32 * ROWS), u32)]
+
+    kinds = [types.uint64, types.uint64, types.Array(types.int32, 2, "A"), words(2)]
+    kernel = kernel_of("tma", kernel, kinds, 128, FULL_AT + 1024, "a")
+    machine = {"UTMALDG": 1, "UTMASTG": 1, "UTMACMDFLUSH": 1, "DEPBAR": 2}
+    return Case(kernel, operands, {1: exact, 3: exact}, machine)
+
+
+# --- wgmma.py -------------------------------------------------------------------------------------
+
+SIZES = (64, 80, 96, 128, 160, 176, 256)
+DEPTH, STEPS = 128, 5  # columns of A for wgmma_ss; steps of 16 for wgmma_rs: more than 64 columns
+PRODUCTS = ("ss", "ss b mn", "ss a mn b mn", "ss a mn", "rs b mn", "rs")
+
+
+def make_wgmma(n, dtype, integers):
+    """Every form of product, from arrays A (64, DEPTH), B (n, DEPTH) and their transposes.
+
+    With small integers all sums are exact. Otherwise a sum of so many terms may be off by one unit
+    of the last place of the sum of their magnitudes (tensor cores truncate) for each.
+    """
+    SIZE, A_SIZE, SUBTILES, STEPS_SS = n // 2, 4 * STEPS, -(-n // 64), DEPTH // 16
+    AT_AT = 128 * DEPTH
+    B_AT = AT_AT + 128 * DEPTH
+    BT_AT = B_AT + 2 * n * DEPTH
+    FULL_AT = BT_AT + 128 * DEPTH * SUBTILES
+    K_MAJOR, MN_MAJOR = descriptor_constant(), descriptor_constant(128 * DEPTH)
+    mn_steps = tuple(mn_major(k) for k in range(STEPS_SS))
+    a_steps, b_steps = (tuple(k_major(rows, k) for k in range(STEPS_SS)) for rows in (64, n))
+    ss = wgmma_ss(n, dtype, a_steps, b_steps)
+    ss_b = wgmma_ss(n, dtype, a_steps, mn_steps, b_mn_major=True)
+    ss_ab = wgmma_ss(n, dtype, mn_steps, mn_steps, True, True)
+    ss_a = wgmma_ss(n, dtype, mn_steps, b_steps, a_mn_major=True)
+    rs_b = wgmma_rs(n, dtype, mn_steps[:STEPS])
+    rs = wgmma_rs(n, dtype, b_steps[:STEPS], b_mn_major=False)
+    fence, wait = wgmma_fence_of(SIZE, A_SIZE), wgmma_wait_group(0, SIZE)
+
+    @cuda.jit(device=True, forceinline=True)
+    def descriptor(constant, address):
+        return u64(constant) | u64((address >> u32(4)) & u32(0x3FFF))
+
+    def kernel(a, b, at, bt, a_frag, start, out):
+        smem = cvta_to_shared(cuda.shared.array(0, np.uint8, alignment=1024))
+        t = i32(cuda.threadIdx.x)
+        full = smem + u32(FULL_AT)
+        d = cuda.local.array(SIZE, np.float32)
+        x = cuda.local.array(A_SIZE, np.uint32)
+        if t == 0:
+            mbarrier_init(full, u32(1))
+            fence_mbarrier_init()
+        cuda.syncthreads()
+        if t == 0:
+            mbarrier_arrive_expect_tx(full, u32(FULL_AT))
+            for i in range(DEPTH // 64):
+                cp_async_bulk_tensor_load(smem + u32(8192 * i), a, full, 64 * i, 0, 0, 0)
+                part = smem + u32(B_AT + 128 * n * i)
+                cp_async_bulk_tensor_load(part, b, full, 64 * i, 0, 0, 0)
+            cp_async_bulk_tensor_load(smem + u32(AT_AT), at, full, 0, 0, 0, 0)
+            for i in range(SUBTILES):
+                part = smem + u32(BT_AT + 128 * DEPTH * i)
+                cp_async_bulk_tensor_load(part, bt, full, 64 * i, 0, 0, 0)
+        mbarrier_wait(full, u32(0))
+        a_k, a_mn = descriptor(K_MAJOR, smem), descriptor(MN_MAJOR, smem + u32(AT_AT))
+        b_k = descriptor(K_MAJOR, smem + u32(B_AT))
+        b_mn = descriptor(MN_MAJOR, smem + u32(BT_AT))
+
+        def end():
+            wgmma_commit_group()
+            wait(d)
+
+        for i in range(SIZE):
+            d[i] = start[t, i]
+        for i in range(A_SIZE):
+            x[i] = a_frag[t, i]
+        product = cuda.blockIdx.x
+        if product == 0:
+            fence(d, x)  # beside the product, or ptxas adds another (C7519)
+            ss(d, a_k, b_k)
+            end()
+        elif product == 1:
+            fence(d, x)
+            ss_b(d, a_k, b_mn)
+            end()
+        elif product == 2:
+            fence(d, x)
+            ss_ab(d, a_mn, b_mn)
+            end()
+        elif product == 3:
+            fence(d, x)
+            ss_a(d, a_mn, b_k)
+            end()
+        elif product == 4:
+            fence(d, x)
+            rs_b(d, x, b_mn)
+            end()
+        else:
+            fence(d, x)
+            rs(d, x, b_k)
+            end()
+        for i in range(SIZE):
+            out[product, t, i] = d[i]
+
+    def operands(rng):
+        a = random_halves(rng, (64, DEPTH), dtype, integers)
+        b = random_halves(rng, (n, DEPTH), dtype, integers)
+        start = rng.integers(-8, 9, (128, SIZE)).astype(f32)
+        maps = [TensorMap(x[None, :, None].view(np.float16), len(x)) for x in (a, b)]
+        maps += [TensorMap(x.T.copy()[None, :, None].view(np.float16), DEPTH) for x in (a, b)]
+        return [*maps, a_fragment(a[:, : 16 * STEPS]), start, np.zeros((6, 128, SIZE), f32)]
+
+    def agree(got, expected):
+        # Standard normal operands: the sum of the magnitudes of DEPTH products is about 0.64 DEPTH.
+        bound = 0 if integers else DEPTH * 2.0**-23 * DEPTH
+        return np.abs(got - expected) <= bound
+
+    kinds = [types.uint64] * 4 + [words(2), floats(2), floats(3)]
+    name = f"wgmma {n} {dtype}"
+    kernel = kernel_of(name, kernel, kinds, 128, FULL_AT + 1024, "a")
+    machine = {"HGMMA": 4 * STEPS_SS + 2 * STEPS, "WARPGROUP.DEPBAR": 6}
+    return Case(kernel, operands, {6: agree}, machine, 6)
+
+
+def random_halves(rng, shape, dtype, integers):
+    x = rng.integers(-8, 9, shape) if integers else rng.standard_normal(shape)
+    return x.astype(HALF[dtype])
+
+
+def a_fragment(a):
+    """The registers of A (64, 16 k), (128, 4 k): of each step the order of the PTX ISA's figure.
+
+    Thread 4 g + c of warp w has the pairs of columns (2 c, 2 c + 1) and 8 further, of rows
+    16 w + g and 8 further; rows change first.
+    """
+    w, g, column_8, step = 4, 8, 2, a.shape[1] // 16
+    parts = a.view(np.uint16).reshape(w, 2, g, step, column_8, 4, 2)  # w row_8 g step col_8 c half
+    parts = parts.transpose(0, 2, 5, 3, 4, 1, 6)  # w g c step col_8 row_8 half
+    return np.ascontiguousarray(parts).view(u32).reshape(128, 4 * step)
+
+
+# --- all together ---------------------------------------------------------------------------------
+
+TILES = 5
+
+
+def make_pipeline(broken=""):
+    """o_i = half(a_i b_i^T) b_i for tiles of 64 x 64: TMA, two products in flight, stmatrix, TMA.
+
+    A warp loads through a ring of two slots, a warpgroup multiplies; p_i b_i and a_i+1 b_i+1^T are
+    in flight together. `broken` names a step to leave out or to do wrong, for tests of the tests.
+    """
+    SLOTS, TILE = 2, 64 * 128
+    O_AT, EVENTS_AT = 2 * SLOTS * TILE, (2 * SLOTS + 1) * TILE
+    full, wait_full, _, _ = event(EVENTS_AT, SLOTS)
+    empty, _, wait_empty, release = event(EVENTS_AT + 8 * SLOTS, SLOTS)
+    CONSTANT = descriptor_constant(leading=TILE)
+    a_steps, mn_steps = tuple(k_major(64, k) for k in range(4)), tuple(map(mn_major, range(4)))
+    b_steps = tuple(16 * k for k in range(4)) if broken == "descriptor step" else a_steps
+    gemm_s, gemm_o = wgmma_ss(64, "float16", a_steps, b_steps), wgmma_rs(64, "float16", mn_steps)
+    fence, zero_o = wgmma_fence_of(32, 16), zero(32)
+    wait_s_alone, wait_s, wait_o = (wgmma_wait_group(n, 32) for n in (0, 1, 0))
+    BYTES = {"too many bytes": 3 * TILE, "too few bytes": TILE}.get(broken, 2 * TILE)
+    PARITY = u32(broken == "parity")
+    keep = lambda step: broken != step
+    WAIT_FULL, WAIT_EMPTY, RELEASE = keep("wait full"), keep("wait empty"), keep("release")
+    FENCE, COMMIT, WAIT_S, WAIT_O = map(keep, ("wgmma fence", "commit", "wait s", "wait o"))
+    WAIT_READ, WAIT_STORE = keep("wait read"), keep("wait store")
+    PUBLISH, MEET = keep("proxy fence"), keep("barrier")
+    EARLY_RELEASE = broken == "early release"
+    SWIZZLE_SHIFT = 4 if broken == "swizzle" else 3
+
+    @cuda.jit(device=True, forceinline=True)
+    def descriptor(address):
+        return u64(CONSTANT) | u64((address >> u32(4)) & u32(0x3FFF))
+
+    @cuda.jit(device=True, forceinline=True)
+    def slot(smem, n):
+        return smem + n % u32(SLOTS) * u32(2 * TILE)
+
+    def kernel(a_map, b_map, o_map, tiles):
+        smem = cvta_to_shared(cuda.shared.array(0, np.uint8, alignment=1024))
+        t = i32(cuda.threadIdx.x) - i32(128)
+
+        def load():
+            for n in range(tiles):
+                if WAIT_EMPTY:
+                    wait_empty(smem, u32(n))
+                there, at = full(smem, u32(n)), slot(smem, u32(n))
+                mbarrier_arrive_expect_tx(there, u32(BYTES))
+                cp_async_bulk_tensor_load(at, a_map, there, 0, 64 * n, 0, 0)
+                cp_async_bulk_tensor_load(at + u32(TILE), b_map, there, 0, 64 * n, 0, 0)
+
+        def consume():
+            s = cuda.local.array(32, np.float32)
+            o = cuda.local.array(32, np.float32)
+            p = cuda.local.array(16, np.uint32)
+
+            def wait_tiles(n):
+                if WAIT_FULL:
+                    wait_full(smem, u32(n) ^ PARITY * u32(SLOTS))
+
+            def issue_s(n):
+                at = slot(smem, u32(n))
+                gemm_s(s, descriptor(at), descriptor(at + u32(TILE)))
+                if COMMIT:
+                    wgmma_commit_group()
+                if EARLY_RELEASE and t == 0:
+                    release(smem, u32(n))
+
+            def issue_o(n):
+                gemm_o(o, p, descriptor(slot(smem, u32(n)) + u32(TILE)))
+                wgmma_commit_group()
+
+            def to_p():
+                for i in range(16):
+                    p[i] = cvt_f16x2(s[2 * i], s[2 * i + 1])
+
+            def finish(n):
+                if WAIT_O:
+                    wait_o(o)
+                if RELEASE and not EARLY_RELEASE and t == 0:
+                    release(smem, u32(n))
+                if WAIT_READ and t == 0:
+                    cp_async_bulk_wait_group_read()
+                bar_sync(u32(1), u32(128))
+                for i in range(4):
+                    at = 128 * (t // 32 * 16 + t % 16) + 32 * i + 16 * (t % 32 // 16)
+                    at = at ^ (at >> SWIZZLE_SHIFT & 0x70)
+                    stmatrix_x4(
+                        smem + u32(O_AT + at),
+                        cvt_f16x2(o[8 * i], o[8 * i + 1]),
+                        cvt_f16x2(o[8 * i + 2], o[8 * i + 3]),
+                        cvt_f16x2(o[8 * i + 4], o[8 * i + 5]),
+                        cvt_f16x2(o[8 * i + 6], o[8 * i + 7]),
+                    )
+                if PUBLISH:
+                    fence_proxy_async()
+                if MEET:
+                    bar_sync(u32(1), u32(128))
+                if t == 0:
+                    cp_async_bulk_tensor_store(o_map, smem + u32(O_AT), 0, 64 * n, 0, 0)
+                    cp_async_bulk_commit_group()
+                zero_o(o)
+
+            zero_o(o)
+            for i in range(16):
+                p[i] = u32(0)
+            wait_tiles(0)
+            wgmma_fence()
+            issue_s(0)
+            wait_s_alone(s)
+            to_p()
+            for n in range(1, tiles):
+                wait_tiles(n)
+                if FENCE:
+                    fence(o, p)
+                issue_s(n)
+                issue_o(n - 1)
+                if WAIT_S:
+                    wait_s(s)
+                for i in range(32):
+                    s[i] = -s[i]
+                finish(n - 1)
+                to_p()
+            fence(o, p)
+            issue_o(tiles - 1)
+            finish(tiles - 1)
+            if WAIT_STORE and t == 0:
+                cp_async_bulk_wait_group()
+
+        if cuda.threadIdx.x == 0:
+            for i in range(SLOTS):
+                mbarrier_init(full(smem, u32(i)), u32(1))
+                mbarrier_init(empty(smem, u32(i)), u32(1))
+            fence_mbarrier_init()
+        cuda.syncthreads()
+        if t < 0:
+            if cuda.threadIdx.x == 0:
+                load()
+        else:
+            consume()
+
+    def operands(rng):
+        a, b = rng.integers(-2, 3, (2, 64 * TILES, 64)).astype(np.float16)
+        o = np.zeros_like(a)
+        return [*(TensorMap(x[None, :, None], 64) for x in (a, b, o)), TILES]
+
+    kinds = [types.uint64] * 3 + [types.int32]
+    kernel = kernel_of("pipeline", kernel, kinds, 256, EVENTS_AT + 1024, "a")
+    machine = {"HGMMA": 16, "WARPGROUP.DEPBAR": 4, "WARPGROUP.ARRIVE": 3, "FENCE": 2, "STSM": 8}
+    return Case(kernel, operands, {2: exact}, machine)
+
+
+def pipeline_result(a, b):
+    """What the pipeline stores: the first tile's scores as they are, the others' negated."""
+    a, b = (x.astype(f32).reshape(TILES, 64, 64) for x in (a, b))
+    sign = np.array([1] + [-1] * (TILES - 1), f32)[:, None, None]
+    p = (sign * (a @ b.transpose(0, 2, 1))).astype(np.float16).astype(f32)
+    return (p @ b).astype(np.float16).reshape(-1, 64)
+
+
+@cache
+def cases():
+    """All of them by name."""
+    products = {
+        f"wgmma-{n}-{dtype}-{kind}": make_wgmma(n, dtype, kind == "integers")
+        for n in SIZES
+        for dtype in HALF
+        for kind in ("integers", "normal")
+    }
+    return {
+        "thread": make_thread(),
+        "shared": make_shared(),
+        "stmatrix": make_stmatrix(),
+        "barriers": make_barriers(),
+        "tma": make_tma(),
+        **products,
+        "pipeline": make_pipeline(),
+    }

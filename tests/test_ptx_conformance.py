@@ -1,0 +1,215 @@
+"""Every instruction of flashnumba/ptx on a GPU against its own Python body; what it compiles to.
+
+The kernels and the rules by which results must agree are in ptx_cases.py. Without a GPU it is
+tested here that no instruction is left out, that each matters for the results that are compared,
+and that the compiled kernels hold the machine's instructions and nothing they should not.
+"""
+
+import re
+import struct
+from collections import Counter
+from functools import cache
+
+import numpy as np
+import ptx_cases
+import pytest
+from calls import to_gpu
+from ptx_cases import SIZES, cases, instructions, name_of, used_by
+from test_runtime import needs_compilers
+
+from flashnumba import runtime, simulate
+from flashnumba.tensormap import TensorMap
+
+NAMES = list(cases())
+# One size of product each: all sizes, both dtypes, few enough to compile.
+PRODUCTS = [f"wgmma-{n}-{('float16', 'bfloat16')[i % 2]}-normal" for i, n in enumerate(SIZES)]
+SMALL = [name for name in NAMES if not name.startswith("wgmma")]
+
+
+def operands(case):
+    return case.operands(np.random.default_rng(2))
+
+
+def results(case, arguments):
+    """The arrays that a run leaves its results in, by number of the argument."""
+    return {i: getattr(arguments[i], "array", arguments[i]) for i in case.agree}
+
+
+def simulated(case):
+    arguments = operands(case)
+    simulate.launch(case.kernel, case.grid, arguments)
+    return results(case, arguments)
+
+
+@cache
+def unbroken(name):
+    return simulated(cases()[name])
+
+
+def disagreements(case, got, expected):
+    """A line for each array in which `got` is not what it should be."""
+    for i, agree in case.agree.items():
+        same = agree(got[i], expected[i])
+        assert same.shape == expected[i].shape
+        if not same.all():
+            at = tuple(int(x) for x in np.argwhere(~same)[0])
+            yield (
+                f"argument {i}: {np.sum(~same)} of {same.size} differ, first at {at}: "
+                f"{got[i][at]!r} should be {expected[i][at]!r}"
+            )
+
+
+# --- without a GPU --------------------------------------------------------------------------------
+
+
+def test_no_instruction_is_left_out():
+    """Each instruction, and one of each factory, is in a kernel that runs on the GPU."""
+    used = {name_of(x) for case in cases().values() for x in used_by(case.kernel.function)}
+    assert used == instructions()
+    assert len(used) > 30
+
+
+# Hints, and a budget that a simulated kernel cannot exceed: without effect on any result.
+SILENT = {"barrier.fence_mbarrier_init", "barrier.setmaxnreg_inc"}
+
+
+def uses():
+    """(case, number of an instruction in it), with names."""
+    for name in [*SMALL, PRODUCTS[0]]:
+        for i, x in enumerate(used_by(cases()[name].kernel.function)):
+            short = name_of(x).removeprefix("flashnumba.ptx.")
+            if short not in SILENT:
+                yield pytest.param(name, i, id=f"{name}-{i}-{short}")
+
+
+@pytest.mark.parametrize("name, number", list(uses()))
+def test_every_instruction_matters(name, number, monkeypatch):
+    """Without it, or with 0 for its result, the simulated kernel fails or gives another result.
+
+    So the comparison on the GPU cannot miss an instruction that does nothing there.
+    """
+    case, expected = cases()[name], unbroken(name)
+    instruction = used_by(case.kernel.function)[number]
+    assert not list(disagreements(case, expected, expected))
+    monkeypatch.setattr(instruction, "simulated", lambda *operands: np.uint32(0))
+    try:
+        got = simulated(case)
+    except (simulate.SimulatorError, simulate.Deadlock):
+        return
+    assert list(disagreements(case, got, expected))
+
+
+# Volta and later: an instruction is 16 bytes, and its lowest 9 bits are the operation.
+OPERATIONS = {
+    0x009: "FMNMX",
+    0x03E: "F2FP",
+    0x044: "STSM",
+    0x108: "MUFU",
+    0x11A: "DEPBAR",
+    0x11D: "BAR",
+    0x184: "LDS",
+    0x188: "STS",
+    0x1A7: "SYNCS",
+    0x1B2: "SYNCS.EXCH",
+    0x1B4: "UTMALDG",
+    0x1B5: "UTMASTG",
+    0x1B7: "UTMACMDFLUSH",
+    0x1B9: "UTMACCTL",
+    0x1C5: "WARPGROUP",
+    0x1C6: "FENCE",
+    0x1C8: "USETMAXREG",
+    0x1F0: "HGMMA",
+}
+
+
+def operations(code):
+    """How many of OPERATIONS a cubin holds, by name."""
+    offset, size, count, names = struct.unpack_from("<Q10xHHH", code, 0x28)
+    sections = [struct.unpack_from("<I4xQQQQ", code, offset + size * i) for i in range(count)]
+    strings, found = sections[names][3], Counter()
+    for name, _, _, start, length in sections:
+        if code[strings + name :].startswith(b".text."):
+            for word in np.frombuffer(code[start : start + length], "<u8")[::2].tolist():
+                operation = OPERATIONS.get(word & 0x1FF)
+                if operation == "WARPGROUP":
+                    operation += ".DEPBAR" if word >> 47 & 1 else ".ARRIVE"
+                found[operation] += 1
+    return found
+
+
+@needs_compilers
+@pytest.mark.parametrize("name", [*SMALL, *PRODUCTS])
+def test_kernels_compile_to_the_machines_instructions(name):
+    """For sm_90a: no spills, no local memory, every operation there.
+
+    Products that ptxas serialises (an accumulator touched in flight, say) are waited for one by
+    one: there must not be more waits than were written.
+    """
+    case = cases()[name]
+    cubin = runtime.cached_cubin(case.kernel, (9, 0, "a"))
+    assert (cubin.stack_bytes, cubin.spill_bytes) == (0, 0), cubin.log
+    assert not re.search(r"C75\d\d|warning|error|ignored", cubin.log), cubin.log
+    assert cubin.registers * case.kernel.threads <= 65536
+    found = operations(cubin.code)
+    assert found >= Counter(case.machine), found
+    if "HGMMA" in case.machine:
+        waits, products = "WARPGROUP.DEPBAR", "HGMMA"
+        assert found[waits] * case.machine[products] <= found[products] * case.machine[waits]
+
+
+@needs_compilers
+def test_the_log_tells_of_a_missing_fence():
+    """ptxas adds it and says so: nvJitLink's log, which the checks rely on, has its messages."""
+    kernel = ptx_cases.make_pipeline("wgmma fence").kernel
+    assert "(C7519) warpgroup.arrive is injected" in runtime.compile_kernel(kernel, (9, 0, "a")).log
+
+
+@needs_compilers
+@pytest.mark.parametrize("name", [name for name in SMALL if not cases()[name].hopper])
+def test_general_instructions_compile_for_ampere(name):
+    """sm_80, the oldest that has bfloat16."""
+    cubin = runtime.cached_cubin(cases()[name].kernel, (8, 0))
+    assert (cubin.stack_bytes, cubin.spill_bytes) == (0, 0), cubin.log
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+def machines():
+    """Every case with its marks: half of them need a Hopper GPU."""
+    for name, case in cases().items():
+        marks = [pytest.mark.gpu] + [pytest.mark.sm90] * case.hopper
+        yield pytest.param(name, id=name, marks=marks)
+
+
+@pytest.mark.parametrize("name", list(machines()))
+def test_the_machine_does_what_the_body_says(name):
+    """Bit for bit, or to the error that the instruction states (ptx_cases.py)."""
+    import cupy
+
+    case = cases()[name]
+    expected = simulated(case)
+    arguments = [
+        TensorMap(to_gpu(cupy, x.array), x.rows) if isinstance(x, TensorMap)
+        else to_gpu(cupy, x) if isinstance(x, np.ndarray) else x
+        for x in operands(case)
+    ]  # fmt: skip
+    runtime.launch(case.kernel, case.grid, arguments)
+    got = {i: x.get() for i, x in results(case, arguments).items()}
+    assert not (wrong := "\n".join(disagreements(case, got, expected))), wrong
+
+
+def test_the_comparison_notices_one_bit():
+    """Of every array that is compared exactly; and twice the error that is allowed elsewhere."""
+    for name in [*SMALL, PRODUCTS[0]]:
+        case = cases()[name]
+        expected = simulated(case)
+        for i, agree in case.agree.items():
+            got = {j: x.copy() for j, x in expected.items()}
+            if agree is ptx_cases.exact:
+                bits = got[i].view(f"u{got[i].itemsize}")
+                bits[(-1,) * bits.ndim] ^= 1
+            else:
+                at = tuple(np.argwhere(np.isfinite(got[i]) & (np.abs(got[i]) > 1))[0])
+                got[i][at] += 2.0**-8
+            assert len(list(disagreements(case, got, expected))) == 1
