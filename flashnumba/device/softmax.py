@@ -13,6 +13,7 @@ from flashnumba.ptx.thread import ex2, max_f32
 
 ALL_LANES = 0xFFFFFFFF
 MINUS_INF, ZERO = np.float32(-np.inf), np.float32(0)
+LARGE = np.float32(4096)  # whose rounding is 2^-13, a quarter of float16's
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -55,9 +56,16 @@ def fragment(columns):
             for j in range(COLUMNS_8):
                 m_new = max_f32(m_new, max_f32(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]))
             m_new = row_max(m_new)
-            m_scaled = m_new * scale if m_new != MINUS_INF else ZERO
-            a[r] = ex2(m[r] * scale - m_scaled)
+            m_safe = m_new if m_new != MINUS_INF else ZERO
+            a[r] = ex2((m[r] - m_safe) * scale)
             m[r] = m_new
+            # The FMA below is off by the rounding of m * scale: subtract first where that is large.
+            m_scaled = m_safe * scale
+            if m_scaled > LARGE or m_scaled < -LARGE:
+                m_scaled = ZERO
+                for j in range(COLUMNS_8):
+                    for x in range(2):
+                        s[4 * j + 2 * r + x] -= m_safe
             l[r] *= a[r]
             for j in range(COLUMNS_8):
                 for x in range(2):

@@ -425,7 +425,7 @@ def make_forward(config):
                     total = row_sum(l_last[r])
                     seen = total != ZERO and q_idx < field(smem, turn, Q_LENGTH)
                     if lane % 4 == 0 and q_idx < lse.shape[2]:
-                        value = (m_last[r] * scale + lg2(total)) * LN2
+                        value = m_last[r] * f32(scale * LN2) + lg2(total) * LN2
                         h, b = field(smem, turn, HEAD), field(smem, turn, BATCH)
                         lse[b, h, q_idx] = value if seen else MINUS_INF
                     inverse = rcp(total)
