@@ -157,9 +157,10 @@ def test_cvt_bf16x2_rounds_to_nearest_even():
 
 def test_loads_and_stores():
     """Little-endian; a half is the lower half of its register, and its neighbour stays."""
-    words, at_half, at_16, by_word, by_half, by_16 = simulated("shared")
+    words, at_half, at_16, by_word, by_half, by_16, numbers = simulated("shared")
     memory = words.copy()
     memory.view(np.uint16)[at_half // 2] = words[:128] & 0xFFFF
+    memory[:128] = np.where(numbers < 0, numbers.view(u32), memory[:128])
     np.testing.assert_array_equal(by_word, memory)
     np.testing.assert_array_equal(by_half, memory.view(np.uint16)[at_half[::-1] // 2])
     np.testing.assert_array_equal(by_16, memory.reshape(-1, 4)[at_16 // 16])

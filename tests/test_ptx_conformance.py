@@ -159,7 +159,14 @@ def test_kernels_compile_to_the_machines_instructions(name):
 
 @needs_compilers
 def test_the_log_tells_of_a_missing_fence():
-    """ptxas adds it and says so: nvJitLink's log, which the checks rely on, has its messages."""
+    """ptxas adds it and says so in nvJitLink's log, up to 13.0; 13.5 was seen to add it silently.
+
+    What matters, products waited for one by one, the check above counts in the machine code.
+    """
+    from cuda.bindings import nvjitlink
+
+    if nvjitlink.version() > (13, 0):
+        pytest.skip("this nvJitLink may not say that it adds a fence")
     kernel = ptx_cases.make_pipeline("wgmma fence").kernel
     assert "(C7519) warpgroup.arrive is injected" in runtime.compile_kernel(kernel, (9, 0, "a")).log
 
