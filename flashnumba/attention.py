@@ -383,7 +383,7 @@ def _backward(p, do, o, lse, dlse):
 def _config(p, name):
     """The tile configuration of a kernel. Hopper's backward will be a case of its own."""
     if p.wgmma and name == "forward":
-        return choose_wgmma(p.dtype, p.q.shape[3], p.masked, p.tma, p.scale < 0)
+        return choose_wgmma(p.dtype, p.q.shape[3], p.tma, p.scale < 0)
     return choose_simt(p.dtype, p.q.shape[3], p.v.shape[3], p.simulated)
 
 

@@ -114,8 +114,9 @@ def choose_simt(dtype, head_dim, head_dim_v, simulated=False):
 class WgmmaConfig:
     """Tiles of kernels/forward_wgmma.py.
 
-    `consumers` warpgroups own 64 query rows each and walk the keys `block_n` at a time; `head_dim`
-    is the width that is computed, to which narrower heads are padded with zeros.
+    `consumers` warpgroups own 64 query rows each and walk the keys `block_n` at a time; all that
+    `choose_wgmma` answers have two. `head_dim` is the width that is computed, to which narrower
+    heads are padded with zeros.
     """
 
     dtype: str
@@ -138,10 +139,12 @@ class WgmmaConfig:
 
     @property
     def registers(self):
-        """A thread's registers as (producer, consumer); loading without TMA takes more."""
-        if not self.tma:
-            return {2: (104, 200), 3: (56, 152)}[self.consumers]
-        return {2: (64, 216), 3: (56, 152)}[self.consumers]
+        """A thread's registers as (producer, consumer), for two consumers.
+
+        Together they are all that a multiprocessor has. With less on either side something spills,
+        at head_dim 256 and with one compiler or another; loading without TMA takes more.
+        """
+        return (64, 224) if self.tma else (112, 200)
 
     @property
     def q_bytes(self):
@@ -154,18 +157,22 @@ class WgmmaConfig:
     @property
     def shared_bytes(self):
         tiles = self.q_slots * self.q_bytes + 2 * self.stages * self.kv_bytes
-        return tiles + 1024  # barriers, records of work, rows of V that are not finite
+        return tiles + 1024  # barriers, descriptions of works, scratch
 
 
-def choose_wgmma(dtype, head_dim, causal, tma, negative=False):
+def choose_wgmma(dtype, head_dim, tma, negative=False):
     """The tile configuration of the Hopper forward for one problem."""
     width = next(size for size in (64, 128, 256) if head_dim <= size)
-    consumers, block_n, stages, q_slots = {
-        64: (2, 128, 2, 2),
-        128: (2, 128, 2, 2),
-        256: (2, 80, 2, 1),
-    }[width]
-    return WgmmaConfig(dtype, width, consumers, block_n, stages, q_slots, True, tma, negative)
+    # H200, bfloat16, full, T 1024 / 4096 / 16384, TFLOP/s; cuDNN in the same run at the right:
+    #     D  64   keys 128: 413 429 428    192: 357 425 443                       431 460 466
+    #     D 128   keys 128: 595 602 607    112: 506 567 578    160: 484 584 628   586 613 622
+    #     D 256   keys  80: 566 639 668     64: 590 650 657                       615 664 665
+    # At D 128 keys of 160 leave no room for a second Q. At D 256 keys of 64 came out behind those
+    # of 80 once softmax and products overlapped (626 against 732, T 16384, in another run).
+    # Without TMA the producer needs registers that fewer keys leave it.
+    block_n = {64: 128, 128: 128 if tma else 96, 256: 80 if tma else 48}[width]
+    q_slots = 1 if width == 256 else 2
+    return WgmmaConfig(dtype, width, 2, block_n, 2, q_slots, True, tma, negative)
 
 
 L2_BUDGET = 16 << 20  # bytes

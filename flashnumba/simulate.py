@@ -247,12 +247,6 @@ def any_sync(mask, predicate):
     return warp_wide("any_sync", mask, bool(predicate), lambda v: [any(v)] * len(v))
 
 
-def ballot_sync(mask, predicate):
-    """Bit i says whether the predicate holds in lane i."""
-    bits = lambda v: [np.uint32(sum(bool(x) << i for i, x in enumerate(v)))] * len(v)
-    return warp_wide("ballot_sync", mask, predicate, bits)
-
-
 def syncwarp(mask=0xFFFFFFFF):
     warp_wide("syncwarp", mask, None, nothing)
 
@@ -273,7 +267,6 @@ class SimulatedCuda:
     shfl_xor_sync = staticmethod(shfl_xor_sync)
     shfl_sync = staticmethod(shfl_sync)
     any_sync = staticmethod(any_sync)
-    ballot_sync = staticmethod(ballot_sync)
     syncwarp = staticmethod(syncwarp)
     atomic = SimpleNamespace(add=atomic_add)
     threadIdx = property(lambda self: SimpleNamespace(x=getcurrent().tid))

@@ -777,7 +777,7 @@ def test_explain_names_the_kernels_for_hopper(dim, moved):
     """Tiles and registers of both machines, for the forward and for the backward; who moves."""
     q = np.zeros((1, 1, 4, dim), np.float16)
     rows = dict(fn.explain(q, q[:, :, :2], q[:, :, :2], backend="simulator-wgmma").rows)
-    config = choose_wgmma("float16", dim, False, dim == 64)
+    config = choose_wgmma("float16", dim, dim == 64)
     simt = choose_simt("float16", dim, dim, simulated=True)
     for name, c in (("tiles", config), ("backward tiles", simt)):
         assert rows[name] == (

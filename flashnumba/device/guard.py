@@ -9,7 +9,6 @@ from functools import cache
 
 import numpy as np
 from numba import cuda
-from numba.cuda.extending import register_jitable
 
 from flashnumba.ptx.layout import swizzle128
 from flashnumba.ptx.shared import (
@@ -20,8 +19,6 @@ from flashnumba.ptx.shared import (
     st_shared_u16,
     st_shared_u32,
 )
-
-register_jitable(swizzle128)
 
 ALL_LANES = 0xFFFFFFFF
 i32, u32 = np.int32, np.uint32

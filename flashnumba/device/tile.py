@@ -102,13 +102,6 @@ def tile(config):
         return x
 
     @cuda.jit(device=True, forceinline=True)
-    def length(lengths, b, seqlen):
-        """How many rows of batch entry b count; all if `lengths` is empty. Values are clamped."""
-        if lengths.shape[0] == 0:
-            return seqlen
-        return min(max(lengths[b], 0), seqlen)
-
-    @cuda.jit(device=True, forceinline=True)
     def coordinates(blocks, slices, heads):
         """(block, slice, h, b) of this thread block; neighbours share a head and its L2 lines."""
         rest = index(cuda.blockIdx.x)
@@ -123,7 +116,6 @@ def tile(config):
         store=store,
         row_max=row_max,
         row_sum=row_sum,
-        length=length,
         coordinates=coordinates,
     )
 

@@ -3,6 +3,8 @@
     blas.py     NumPy. A tile product is one call of BLAS, over batch and heads at once. No GPU.
     simt.py     Numba CUDA without special instructions: any GPU, any dtype, every head dimension.
                 The one to read first, beside `reference.attention_tiled`.
+    forward_wgmma.py
+                Hopper. TMA brings tiles, wgmma multiplies them, warps have roles. Halves only.
 
 A kernel file holds control flow, barriers and memory layout, top to bottom. Kernels come from
 factories that take a frozen configuration (config.py) and return a `config.Kernel`; runtime.py

@@ -35,7 +35,6 @@ from functools import cache
 import numpy as np
 from numba import cuda
 from numba.cuda import types
-from numba.cuda.extending import register_jitable
 
 from flashnumba.config import Kernel
 from flashnumba.device.guard import guard
@@ -80,7 +79,6 @@ from flashnumba.ptx.wgmma import (
     zero,
 )
 
-register_jitable(swizzle128)
 ALL_LANES = 0xFFFFFFFF
 # A work as the loader describes it to the others: its rows, and the key tiles that they visit.
 ROW0, HEAD, BATCH, BEGIN, FULL_BEGIN, FULL_END, END, Q_LENGTH, KV_LENGTH, BAD = range(10)
@@ -349,6 +347,7 @@ def make_forward(config):
                     if masked(smem, turn, n_block) and clean(v_slot(smem, n), warp - 2, 2):
                         if lane == 0:
                             describe(smem, turn, BAD, 1)
+                    cuda.syncwarp()  # no lane reads the description after the last arrival
                     if lane == 0:
                         arrive_v_ready(smem, n)
                     n += u32(1)

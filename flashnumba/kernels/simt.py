@@ -34,14 +34,10 @@ from functools import cache
 import numpy as np
 from numba import cuda
 from numba.cuda import types
-from numba.cuda.extending import register_jitable
 
 from flashnumba.config import Kernel
+from flashnumba.device.sequence import alignment, interval, length, tiles
 from flashnumba.device.tile import index, number, products, tile
-from flashnumba.window import alignment, interval, tiles
-
-for function in (alignment, interval, tiles):
-    register_jitable(function)  # callable in kernels; on the host they stay plain Python
 
 STORED = {
     "float16": types.float16,
@@ -75,7 +71,7 @@ def make_forward(config):
     REAL = number(config.dtype)[2]
     ZERO, ONE, MINUS_INF = REAL(0), REAL(1), REAL(-np.inf)
     op = tile(config)
-    thread, coordinates, length, store = op.thread, op.coordinates, op.length, op.store
+    thread, coordinates, store = op.thread, op.coordinates, op.store
     product_nt, product_nn = products(config)
     row_max, row_sum = op.row_max, op.row_sum
 
@@ -205,7 +201,7 @@ def make_backward_dkdv(config):
     REAL = number(config.dtype)[2]
     ZERO, ONE, MINUS_INF = REAL(0), REAL(1), REAL(-np.inf)
     op = tile(config)
-    thread, coordinates, length, store = op.thread, op.coordinates, op.length, op.store
+    thread, coordinates, store = op.thread, op.coordinates, op.store
     product_nt, product_nn = products(config)
 
     def backward_dkdv(
@@ -309,7 +305,7 @@ def make_backward_dq(config):
     REAL = number(config.dtype)[2]
     ZERO, ONE, MINUS_INF = REAL(0), REAL(1), REAL(-np.inf)
     op = tile(config)
-    thread, coordinates, length, store = op.thread, op.coordinates, op.length, op.store
+    thread, coordinates, store = op.thread, op.coordinates, op.store
     product_nt, product_nn = products(config)
 
     def backward_dq(

@@ -24,8 +24,6 @@ import numpy as np
 from flashnumba.ptx import _asm
 from flashnumba.simulate import SimulatorError, collective, current_block, current_thread
 
-NAMES = {32: "warp", 128: "warpgroup"}
-
 
 @dataclass(frozen=True)
 class uniform:  # noqa: N801  (reads like the kinds of _asm)

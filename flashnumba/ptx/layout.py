@@ -12,11 +12,13 @@ there the bytes from one sub-tile of 64 columns to the next; 16 summed rows furt
 """
 
 import numpy as np
+from numba.cuda.extending import register_jitable
 
 SWIZZLE_128 = 1 << 62
 ROW = 128  # bytes
 
 
+@register_jitable  # callable in kernels; on the host it stays plain Python
 def swizzle128(address):
     """Where byte `address` of a sub-tile lies: its 16-byte column xor its row, modulo 8.
 
