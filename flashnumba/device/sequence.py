@@ -1,12 +1,22 @@
-"""Where a work is: its batch entry, head and rows, and which key tiles those rows visit."""
+"""Where a work is: its batch entry, head and rows, and which key tiles those rows visit.
+
+One warp finds out and describes the work in shared memory; the others read what they need.
+"""
+
+from functools import cache
 
 import numpy as np
 from numba import cuda
 from numba.cuda.extending import register_jitable
 
+from flashnumba.ptx.shared import ld_shared_u32, st_shared_u32
 from flashnumba.window import alignment, interval, tiles
 
-u32 = np.uint32
+# The numbers that describe a work: its rows, the key tiles that they visit, and whether V was
+# cleaned there (device/guard.py).
+ROW0, HEAD, BATCH, BEGIN, FULL_BEGIN, FULL_END, END, Q_LENGTH, KV_LENGTH, BAD = range(10)
+DESCRIPTION_BYTES = 48
+i32, u32 = np.int32, np.uint32
 
 for function in (alignment, interval, tiles):
     register_jitable(function)  # callable in kernels; on the host they stay plain Python
@@ -31,3 +41,29 @@ def place(work, group, heads, m_blocks):
     size = min(group, u32(heads - first))
     work = u32(work - u32(first * m_blocks))
     return u32(m_blocks - 1 - work // size), u32(first + work % size)
+
+
+@cache
+def descriptions(at, slots):
+    """(describe, field, masked) of works described in `slots` slots from byte `at`."""
+
+    @cuda.jit(device=True, forceinline=True)
+    def place_of(smem, turn, i):
+        return smem + u32(at) + u32(4 * i) + turn % u32(slots) * u32(DESCRIPTION_BYTES)
+
+    @cuda.jit(device=True, forceinline=True)
+    def describe(smem, turn, i, value):
+        """Set number i of this block's work number `turn`."""
+        st_shared_u32(place_of(smem, turn, i), u32(value))
+
+    @cuda.jit(device=True, forceinline=True)
+    def field(smem, turn, i):
+        """Read it."""
+        return i32(ld_shared_u32(place_of(smem, turn, i)))
+
+    @cuda.jit(device=True, forceinline=True)
+    def masked(smem, turn, n_block):
+        """Whether some row of the work does not see some key of a tile."""
+        return not field(smem, turn, FULL_BEGIN) <= n_block < field(smem, turn, FULL_END)
+
+    return describe, field, masked

@@ -1,8 +1,4 @@
-"""The online softmax on accumulators of tensor cores.
-
-A thread has two rows of a tile, 8 apart, and of each the same columns: register 4 j + 2 r + x is
-row r, column 8 j + x from its first. The 4 neighbouring lanes of a warp share their rows.
-"""
+"""The online softmax on a fragment of scores (device/fragment.py)."""
 
 from functools import cache
 
@@ -31,17 +27,9 @@ def row_sum(x):
 
 
 @cache
-def fragment(columns):
-    """(mask, softmax) of a fragment s of `columns` columns."""
+def online_softmax(columns):
+    """The softmax of a fragment s of `columns` columns."""
     COLUMNS_8 = columns // 8
-
-    @cuda.jit(device=True, forceinline=True)
-    def mask(s, r, lo, hi):
-        """In row r only columns [lo, hi), counted from the thread's first, are seen."""
-        for j in range(COLUMNS_8):
-            for x in range(2):
-                if not lo <= 8 * j + x < hi:
-                    s[4 * j + 2 * r + x] = MINUS_INF
 
     @cuda.jit(device=True, forceinline=True)
     def softmax(s, m, l, a, scale):
@@ -73,4 +61,4 @@ def fragment(columns):
                     s[4 * j + 2 * r + x] = p
                     l[r] += p
 
-    return mask, softmax
+    return softmax

@@ -37,38 +37,42 @@ from numba import cuda
 from numba.cuda import types
 
 from flashnumba.config import Kernel
+from flashnumba.device.copy import copies
+from flashnumba.device.fragment import output, scores
 from flashnumba.device.guard import guard
 from flashnumba.device.pipeline import event
-from flashnumba.device.sequence import alignment, interval, length, place, tiles
-from flashnumba.device.softmax import fragment, row_sum
+from flashnumba.device.sequence import (
+    BAD,
+    BATCH,
+    BEGIN,
+    DESCRIPTION_BYTES,
+    END,
+    FULL_BEGIN,
+    FULL_END,
+    HEAD,
+    KV_LENGTH,
+    Q_LENGTH,
+    ROW0,
+    alignment,
+    descriptions,
+    interval,
+    length,
+    place,
+    tiles,
+)
+from flashnumba.device.softmax import online_softmax, row_sum
 from flashnumba.ptx.barrier import (
     bar_arrive,
     bar_sync,
     fence_mbarrier_init,
-    mbarrier_arrive,
-    mbarrier_arrive_expect_tx,
     mbarrier_init,
     setmaxnreg_dec,
     setmaxnreg_inc,
 )
-from flashnumba.ptx.layout import descriptor_constant, k_major, mn_major, swizzle128
-from flashnumba.ptx.shared import (
-    cvta_to_shared,
-    fence_proxy_async,
-    ld_shared_u16,
-    ld_shared_u32,
-    st_shared_f32_if_negative,
-    st_shared_u32,
-    stmatrix_x4,
-)
-from flashnumba.ptx.thread import cvt_bf16x2, cvt_f16x2, lg2, rcp
-from flashnumba.ptx.tma import (
-    cp_async_bulk_commit_group,
-    cp_async_bulk_tensor_load,
-    cp_async_bulk_tensor_store,
-    cp_async_bulk_wait_group,
-    cp_async_bulk_wait_group_read,
-)
+from flashnumba.ptx.layout import descriptor_constant, k_major, mn_major
+from flashnumba.ptx.shared import cvta_to_shared, fence_proxy_async, st_shared_f32_if_negative
+from flashnumba.ptx.thread import lg2, rcp
+from flashnumba.ptx.tma import cp_async_bulk_wait_group
 from flashnumba.ptx.wgmma import (
     wgmma_commit_group,
     wgmma_fence,
@@ -80,9 +84,6 @@ from flashnumba.ptx.wgmma import (
 )
 
 ALL_LANES = 0xFFFFFFFF
-# A work as the loader describes it to the others: its rows, and the key tiles that they visit.
-ROW0, HEAD, BATCH, BEGIN, FULL_BEGIN, FULL_END, END, Q_LENGTH, KV_LENGTH, BAD = range(10)
-RECORD = 48  # bytes
 i32, u32, u64, f32 = np.int32, np.uint32, np.uint64, np.float32
 
 
@@ -91,40 +92,46 @@ def make_forward(config):
     """o and lse."""
     D, BLOCK_M, BLOCK_N = config.head_dim, config.block_m, config.block_n
     CONSUMERS, STAGES, Q_SLOTS = config.consumers, config.stages, config.q_slots
-    TURNS, TMA, NEGATIVE, OVERLAP = config.turns, config.tma, config.negative, config.q_slots > 1
-    Q_BYTES, Q_SUBTILE = config.q_bytes, 128 * BLOCK_M
-    KV_BYTES, KV_SUBTILE = config.kv_bytes, 128 * BLOCK_N
-    S_SIZE, P_SIZE, ACC_SIZE, SUBTILES = BLOCK_N // 2, BLOCK_N // 4, D // 2, D // 64
-    K_MAJOR, MN_MAJOR = descriptor_constant(), descriptor_constant(KV_SUBTILE)
+    TURNS, NEGATIVE, OVERLAP = config.turns, config.negative, config.q_slots > 1
+    Q_BYTES, KV_BYTES = config.q_bytes, config.kv_bytes
+    S_SIZE, P_SIZE, ACC_SIZE = BLOCK_N // 2, BLOCK_N // 4, D // 2
+    K_MAJOR, MN_MAJOR = descriptor_constant(), descriptor_constant(128 * BLOCK_N)
     MINUS_INF, ZERO, LN2 = f32(-np.inf), f32(0), f32(np.log(2))
 
-    # Shared memory: Q, K, V, the barriers of each event, the description of each work.
+    # Shared memory: Q, K, V, the barriers of each event, the descriptions of works, scratch.
     K_AT = Q_SLOTS * Q_BYTES
     V_AT = K_AT + STAGES * KV_BYTES
-    EVENTS_AT = V_AT + STAGES * KV_BYTES
-    K_EVENTS_AT = EVENTS_AT + 3 * 8 * Q_SLOTS
-    WORKS_AT = K_EVENTS_AT + 5 * 8 * STAGES
-    SCRATCH_AT = WORKS_AT + RECORD * Q_SLOTS
-    of_q = [event(EVENTS_AT + 8 * Q_SLOTS * i, Q_SLOTS) for i in range(3)]
-    of_kv = [event(K_EVENTS_AT + 8 * STAGES * i, STAGES) for i in range(5)]
-    (q_full, wait_q, _, arrive_q), (q_empty, _, wait_q_empty, release_q), o_event = of_q
-    (k_full, wait_k, _, _), (k_empty, _, wait_k_empty, release_k), *v_events = of_kv
-    (v_full, wait_v, _, _), (v_ready, wait_v_ready, _, arrive_v_ready), v_empty_event = v_events
-    v_empty, _, wait_v_empty, release_v = v_empty_event
-    o_full, wait_o, _, arrive_o = o_event
+    Q_EVENTS_AT = V_AT + STAGES * KV_BYTES
+    KV_EVENTS_AT = Q_EVENTS_AT + 3 * 8 * Q_SLOTS
+    WORKS_AT = KV_EVENTS_AT + 5 * 8 * STAGES
+    SCRATCH_AT = WORKS_AT + DESCRIPTION_BYTES * Q_SLOTS
+    of_q = lambda i: event(Q_EVENTS_AT + 8 * Q_SLOTS * i, Q_SLOTS)
+    of_kv = lambda i: event(KV_EVENTS_AT + 8 * STAGES * i, STAGES)
+    q_full, wait_q, _, arrive_q = of_q(0)
+    q_empty, _, wait_q_empty, release_q = of_q(1)
+    o_full, wait_o, _, arrive_o = of_q(2)
+    k_full, wait_k, _, _ = of_kv(0)
+    k_empty, _, wait_k_empty, release_k = of_kv(1)
+    v_full, wait_v, _, _ = of_kv(2)
+    v_ready, wait_v_ready, _, arrive_v_ready = of_kv(3)
+    v_empty, _, wait_v_empty, release_v = of_kv(4)
+    describe, field, masked = descriptions(WORKS_AT, Q_SLOTS)
 
-    k_steps, n_steps = range(D // 16), range(BLOCK_N // 16)
-    q_steps = tuple(k_major(BLOCK_M, k) for k in k_steps)
-    gemm_qk = wgmma_ss(BLOCK_N, config.dtype, q_steps, tuple(k_major(BLOCK_N, k) for k in k_steps))
-    gemm_pv = wgmma_rs(D, config.dtype, tuple(mn_major(k) for k in n_steps))
+    q_steps, k_steps = (
+        tuple(k_major(rows, k) for k in range(D // 16)) for rows in (BLOCK_M, BLOCK_N)
+    )
+    gemm_qk = wgmma_ss(BLOCK_N, config.dtype, q_steps, k_steps)
+    gemm_pv = wgmma_rs(D, config.dtype, tuple(mn_major(k) for k in range(BLOCK_N // 16)))
     wait_s_alone, wait_s = wgmma_wait_group(0, S_SIZE), wgmma_wait_group(1, S_SIZE)
     fence_acc = wgmma_fence_of(ACC_SIZE, P_SIZE)
     wait_acc, zero_acc = wgmma_wait_group(0, ACC_SIZE), zero(ACC_SIZE)
     release_registers = setmaxnreg_dec(config.registers[0])
     take_registers = setmaxnreg_inc(config.registers[1])
-    pack = cvt_f16x2 if config.dtype == "float16" else cvt_bf16x2
-    mask, softmax = fragment(BLOCK_N)
+    load_tile, store_tile = copies(D, config.tma)
     clean, restore = guard(config.dtype, BLOCK_N, D)
+    softmax = online_softmax(BLOCK_N)
+    mask, to_halves = scores(config.dtype, BLOCK_N)
+    rescale, to_shared = output(config.dtype, D, BLOCK_M)
 
     @cuda.jit(device=True, forceinline=True)
     def q_slot(smem, turn):
@@ -139,82 +146,8 @@ def make_forward(config):
         return smem + u32(V_AT) + n % u32(STAGES) * u32(KV_BYTES)
 
     @cuda.jit(device=True, forceinline=True)
-    def describe(smem, turn, i, value):
-        """Set number i of the description of this block's work number `turn`."""
-        st_shared_u32(smem + u32(WORKS_AT + 4 * i) + turn % u32(Q_SLOTS) * u32(RECORD), u32(value))
-
-    @cuda.jit(device=True, forceinline=True)
-    def field(smem, turn, i):
-        """Read it."""
-        at = smem + u32(WORKS_AT) + u32(4 * i) + turn % u32(Q_SLOTS) * u32(RECORD)
-        return i32(ld_shared_u32(at))
-
-    @cuda.jit(device=True, forceinline=True)
-    def masked(smem, turn, n_block):
-        return not field(smem, turn, FULL_BEGIN) <= n_block < field(smem, turn, FULL_END)
-
-    @cuda.jit(device=True, forceinline=True)
-    def load_tile(target, x, x_map, full, rows, row0, h, b):
-        """Rows of a head, with zeros past the array; the barrier `full` tells when."""
-        lane = i32(cuda.threadIdx.x) % i32(32)
-        if TMA:
-            if lane == 0:
-                mbarrier_arrive_expect_tx(full, u32(2 * D * rows))
-                for i in range(SUBTILES):
-                    part = target + u32(128 * rows * i)
-                    cp_async_bulk_tensor_load(part, x_map, full, 64 * i, row0, h, b)
-        else:
-            for i in range(lane, i32(rows * D // 2), i32(32)):  # two halves at a time
-                row, column = i // (D // 2), i % (D // 2) * 2
-                bits = u32(0)
-                if row0 + row < x.shape[1]:
-                    if column < x.shape[3]:
-                        bits = u32(x[b, row0 + row, h, column])
-                    if column + 1 < x.shape[3]:
-                        bits |= u32(x[b, row0 + row, h, column + 1]) << u32(16)
-                at = column // 64 * 128 * rows + swizzle128(128 * row + column % 64 * 2)
-                st_shared_u32(target + u32(at), bits)
-            fence_proxy_async()
-            cuda.syncwarp()
-            if lane == 0:
-                mbarrier_arrive(full)
-
-    @cuda.jit(device=True, forceinline=True)
-    def store_tile(o, o_map, source, row0, h, b):
-        """Rows of a head of O, except those past the array."""
-        lane = i32(cuda.threadIdx.x) % i32(32)
-        if TMA:
-            if lane == 0:
-                for i in range(SUBTILES):
-                    part = source + u32(Q_SUBTILE * i)
-                    cp_async_bulk_tensor_store(o_map, part, 64 * i, row0, h, b)
-                cp_async_bulk_commit_group()
-                cp_async_bulk_wait_group_read()
-        else:
-            for row in range(min(BLOCK_M, o.shape[1] - row0)):
-                for column in range(lane, o.shape[3], 32):
-                    at = column // 64 * Q_SUBTILE + swizzle128(128 * row + column % 64 * 2)
-                    o[b, row0 + row, h, column] = np.uint16(ld_shared_u16(source + u32(at)))
-        cuda.syncwarp()
-
-    @cuda.jit(device=True, forceinline=True)
     def descriptor(constant, address):
         return u64(constant) | u64((address >> u32(4)) & u32(0x3FFF))
-
-    @cuda.jit(device=True, forceinline=True)
-    def fragment_to_shared(acc, tile, row):
-        """acc as halves to the tile at which this warp's rows start with `row`."""
-        lane = i32(cuda.threadIdx.x) % i32(32)
-        for i in range(D // 16):
-            at = 128 * (row + lane % 16) + 32 * (i % 4) + 16 * (lane // 16)
-            stmatrix_x4(
-                tile + u32(Q_SUBTILE * (i // 4) + swizzle128(at)),
-                pack(acc[8 * i], acc[8 * i + 1]),
-                pack(acc[8 * i + 2], acc[8 * i + 3]),
-                pack(acc[8 * i + 4], acc[8 * i + 5]),
-                pack(acc[8 * i + 6], acc[8 * i + 7]),
-            )
-        fence_proxy_async()
 
     def forward(
         q, k, v, o, lse, q_map, k_map, v_map, o_map, q_lengths, kv_lengths, counter,
@@ -330,7 +263,7 @@ def make_forward(config):
                     add_bad_rows(turn)
                 row0, h = field(smem, turn, ROW0), field(smem, turn, HEAD)
                 b = field(smem, turn, BATCH)
-                store_tile(o, o_map, q_slot(smem, turn), row0, h, b)
+                store_tile(o, o_map, q_slot(smem, turn), BLOCK_M, row0, h, b)
                 if lane == 0:
                     release_q(smem, turn)
                 turn += u32(1)
@@ -368,9 +301,13 @@ def make_forward(config):
             row = i32(64 * consumer + warp % 4 * 16 + lane // 4)  # and row + 8
             column = i32(lane % 4 * 2)  # and column + 1, then 8 further, ...
 
-            def begin_products():
+            def take_turn():
                 if TURNS:
                     bar_sync(u32(1 + consumer), u32(256))
+
+            def pass_turn():
+                if TURNS:
+                    bar_arrive(u32(2 - consumer), u32(256))
 
             def issue_qk(turn, n):
                 wgmma_fence()
@@ -383,11 +320,22 @@ def make_forward(config):
                 gemm_pv(acc, p, descriptor(MN_MAJOR, v_slot(smem, n)))
                 wgmma_commit_group()
 
-            def end_products():
-                if TURNS:
-                    bar_arrive(u32(2 - consumer), u32(256))
+            def issue_both(turn, n):
+                """s of the tile after n, which belongs to work `turn`, and acc of tile n."""
+                wait_k(smem, n + u32(1))
+                take_turn()
+                issue_qk(turn, n + u32(1))
+                wait_v_ready(smem, n)
+                issue_pv(n)
+                pass_turn()
+                wait_s(s)
 
-            def scores(turn, n, n_block, full_begin, full_end):
+            def finish_acc(n):
+                wait_acc(acc)
+                if first:
+                    release_v(smem, n)
+
+            def weights(turn, n, n_block, full_begin, full_end):
                 """s has arrived: release K, mask, and make it p."""
                 if first:
                     release_k(smem, n)
@@ -407,10 +355,6 @@ def make_forward(config):
                 # softmax would no longer overlap (D 256, T 16384: 655 against 732 TFLOP/s). The sum
                 # of exponentials is never negative, so nothing is stored.
                 st_shared_f32_if_negative(smem + u32(SCRATCH_AT), l[0] + l[1])
-
-            def to_p():
-                for i in range(P_SIZE):
-                    p[i] = pack(s[2 * i], s[2 * i + 1])
 
             def restart():
                 for r in range(2):
@@ -432,19 +376,19 @@ def make_forward(config):
                         for x in range(2):
                             i = 4 * j + 2 * r + x
                             acc[i] = acc[i] * inverse if seen else ZERO
-                fragment_to_shared(acc, q_slot(smem, turn), row - lane // 4)
+                to_shared(acc, q_slot(smem, turn), row - lane // 4)
                 arrive_o(smem, turn)
                 zero_acc(acc)
 
             def begin_work(turn, n, n_block):
                 full_begin, full_end = field(smem, turn, FULL_BEGIN), field(smem, turn, FULL_END)
                 wait_k(smem, n)
-                begin_products()
+                take_turn()
                 issue_qk(turn, n)
-                end_products()
+                pass_turn()
                 wait_s_alone(s)
-                scores(turn, n, n_block, full_begin, full_end)
-                to_p()
+                weights(turn, n, n_block, full_begin, full_end)
+                to_halves(p, s)
 
             if TURNS and consumer == 1:
                 bar_arrive(u32(1), u32(256))  # the first turn is consumer 0's
@@ -461,49 +405,28 @@ def make_forward(config):
                 begin = field(smem, turn, BEGIN)
                 full_begin, full_end = field(smem, turn, FULL_BEGIN), field(smem, turn, FULL_END)
                 for n_block in range(end - 2, begin - 1, -1):
-                    wait_k(smem, n + u32(1))
-                    begin_products()
-                    issue_qk(turn, n + u32(1))
-                    wait_v_ready(smem, n)
-                    issue_pv(n)
-                    end_products()
-                    wait_s(s)
-                    scores(turn, n + u32(1), n_block, full_begin, full_end)
-                    wait_acc(acc)
-                    if first:
-                        release_v(smem, n)
-                    to_p()
-                    for j in range(D // 8):
-                        for r in range(2):
-                            for x in range(2):
-                                acc[4 * j + 2 * r + x] *= a[r]
+                    issue_both(turn, n)
+                    weights(turn, n + u32(1), n_block, full_begin, full_end)
+                    finish_acc(n)
+                    to_halves(p, s)
+                    rescale(acc, a)
                     n += u32(1)
                 if OVERLAP:
                     wait_q(smem, turn + u32(1))
                     end = field(smem, turn + u32(1), END)
                 if OVERLAP and end > 0:
-                    wait_k(smem, n + u32(1))
-                    begin_products()
-                    issue_qk(turn + u32(1), n + u32(1))
-                    wait_v_ready(smem, n)
-                    issue_pv(n)
-                    end_products()
-                    wait_s(s)
+                    issue_both(turn + u32(1), n)
                     restart()
                     full_begin = field(smem, turn + u32(1), FULL_BEGIN)
                     full_end = field(smem, turn + u32(1), FULL_END)
-                    scores(turn + u32(1), n + u32(1), end - 1, full_begin, full_end)
-                    wait_acc(acc)
-                    if first:
-                        release_v(smem, n)
+                    weights(turn + u32(1), n + u32(1), end - 1, full_begin, full_end)
+                    finish_acc(n)
                     finish(turn)
-                    to_p()
+                    to_halves(p, s)
                 else:
                     wait_v_ready(smem, n)
                     issue_pv(n)
-                    wait_acc(acc)
-                    if first:
-                        release_v(smem, n)
+                    finish_acc(n)
                     restart()
                     finish(turn)
                     if not OVERLAP:

@@ -1,0 +1,70 @@
+"""Accumulators of tensor cores, as a thread holds them.
+
+A thread has two rows of a tile, 8 apart, and of each the same columns: register 4 j + 2 r + x is
+row r, column 8 j + x from its first. The 4 neighbouring lanes of a warp share their rows.
+"""
+
+from functools import cache
+
+import numpy as np
+from numba import cuda
+
+from flashnumba.ptx.layout import swizzle128
+from flashnumba.ptx.shared import fence_proxy_async, stmatrix_x4
+from flashnumba.ptx.thread import cvt_bf16x2, cvt_f16x2
+
+MINUS_INF = np.float32(-np.inf)
+i32, u32 = np.int32, np.uint32
+
+
+@cache
+def scores(dtype, columns):
+    """(mask, to_halves) of a tile of scores with `columns` keys."""
+    pack = cvt_f16x2 if dtype == "float16" else cvt_bf16x2
+
+    @cuda.jit(device=True, forceinline=True)
+    def mask(s, r, lo, hi):
+        """In row r only columns [lo, hi), counted from the thread's first, are seen."""
+        for j in range(columns // 8):
+            for x in range(2):
+                if not lo <= 8 * j + x < hi:
+                    s[4 * j + 2 * r + x] = MINUS_INF
+
+    @cuda.jit(device=True, forceinline=True)
+    def to_halves(p, s):
+        """s, two in a register: the order is that of a left factor in registers."""
+        for i in range(columns // 4):
+            p[i] = pack(s[2 * i], s[2 * i + 1])
+
+    return mask, to_halves
+
+
+@cache
+def output(dtype, head_dim, rows):
+    """(rescale, to_shared) of an output with `head_dim` columns, in tiles of `rows` rows."""
+    pack = cvt_f16x2 if dtype == "float16" else cvt_bf16x2
+
+    @cuda.jit(device=True, forceinline=True)
+    def rescale(acc, a):
+        """acc *= a, row by row."""
+        for j in range(head_dim // 8):
+            for r in range(2):
+                for x in range(2):
+                    acc[4 * j + 2 * r + x] *= a[r]
+
+    @cuda.jit(device=True, forceinline=True)
+    def to_shared(acc, tile, row):
+        """acc as halves to a tile in 128-byte swizzle, where this warp's rows start with `row`."""
+        lane = i32(cuda.threadIdx.x) % i32(32)
+        for i in range(head_dim // 16):
+            at = 128 * (row + lane % 16) + 32 * (i % 4) + 16 * (lane // 16)
+            stmatrix_x4(
+                tile + u32(128 * rows * (i // 4) + swizzle128(at)),
+                pack(acc[8 * i], acc[8 * i + 1]),
+                pack(acc[8 * i + 2], acc[8 * i + 3]),
+                pack(acc[8 * i + 4], acc[8 * i + 5]),
+                pack(acc[8 * i + 6], acc[8 * i + 7]),
+            )
+        fence_proxy_async()
+
+    return rescale, to_shared
