@@ -1,18 +1,12 @@
 """The public functions: check once, plan, allocate, launch. No arithmetic happens here."""
 
 import contextlib
-import math
-import sys
-import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from flashnumba import arrays, runtime
-from flashnumba.config import choose_simt, choose_wgmma, heads_together
+from flashnumba import arrays, plans, runtime
+from flashnumba.launches import ceil_div, config_of, forward_call, kernel_of, mask_arguments
 from flashnumba.problem import prepare
-from flashnumba.tensormap import TensorMap
 
 
 def attention(
@@ -105,7 +99,7 @@ def attention(
         causal, window, scale, q_lengths, kv_lengths, layout, backend, softcap, alibi_slopes, bias,
         sinks, dropout, seed, score_mod, mask_mod, aux, block_mask,
     )  # fmt: skip
-    key, plan = _find_plan(q, k, v, options)
+    key, plan = plans.find(q, k, v, options)
     if plan is not None:
         o, lse = plan(q, k, v)
         return (o, lse) if return_lse else o
@@ -114,7 +108,7 @@ def attention(
     with _resources(problem):
         here = _resident(problem)
         o, lse = _forward(here)
-        _keep_plan(key, here, o, lse)
+        plans.keep(key, here, o, lse)
         o = problem.from_rows(o)
         return (o, problem.from_lse(lse)) if return_lse else o
 
@@ -250,7 +244,7 @@ class Explanation:
 
 def _explain_kernels(problem):
     with arrays.device_of(problem.q):
-        config = _config(problem, "forward")
+        config = config_of(problem, "forward")
         yield "tiles", _explain_tiles(config)
         if problem.wgmma:
             by_hand = "threads, since TMA needs addresses and strides of 16 bytes times n"
@@ -259,9 +253,9 @@ def _explain_kernels(problem):
                 "registers",
                 "{} in warps that move, {} in those that compute".format(*config.registers),
             )
-            yield "backward tiles", _explain_tiles(_config(problem, "backward_dq"))
+            yield "backward tiles", _explain_tiles(config_of(problem, "backward_dq"))
         for name in ("forward", "delta", "backward_dkdv", "backward_dq"):
-            kernel, cost = _kernel(problem, name), ""
+            kernel, cost = kernel_of(problem, name), ""
             if problem.on_gpu:
                 cubin = runtime.load(kernel)[1]
                 cost = f": {cubin.registers} registers, {cubin.spill_bytes} bytes spilled"
@@ -291,15 +285,7 @@ def _resources(problem):
         with arrays.device_of(problem.q):
             yield
     except cupy.cuda.memory.OutOfMemoryError as error:
-        raise _memory_error(error, problem.q, problem.k, problem.v) from error
-
-
-def _memory_error(error, *inputs):
-    need = sum(x.nbytes for x in inputs)
-    return MemoryError(
-        f"the GPU's memory is not enough beside inputs of {need / 2**20:.1f} MiB: {error}. "
-        "The inputs are untouched; free memory or split the batch"
-    )
+        raise plans.memory_error(error, problem.q, problem.k, problem.v) from error
 
 
 def _resident(problem):
@@ -315,44 +301,9 @@ def _forward(p):
         return blas.forward(p.q, p.k, p.v, scale=p.scale, **p.mask())
     o = arrays.allocate(p.xp, p.o_shape, p.q.dtype, p.layout)
     lse = p.xp.empty(p.lse_shape, p.lse_dtype)
-    blocks, args = _forward_call(p, o, lse)
+    blocks, args = forward_call(p, o, lse)
     _launch(p, "forward", blocks, *args)
     return o, lse
-
-
-def _forward_call(p, o, lse):
-    """(number of blocks, arguments) of the forward kernel."""
-    config = _config(p, "forward")
-    batch, seqlen_q, heads_q, head_dim = p.o_shape
-    tiles = batch * heads_q * _ceil(seqlen_q, config.block_m)
-    if not p.wgmma:
-        blocks = tiles * _ceil(head_dim, config.d_slice)
-        return blocks, (p.q, p.k, p.v, o, lse, *_mask_arguments(p))
-
-    seqlen_kv, heads_kv = p.k.shape[1:3]
-    group = heads_together(batch, heads_q, heads_kv, seqlen_kv, head_dim, p.masked)
-    if config.tma:
-        rows = config.block_m, config.block_n, config.block_n, config.block_m
-        maps = (TensorMap(x, n) for x, n in zip((p.q, p.k, p.v, o), rows, strict=True))
-        tensors = (None, None, p.v, None, lse, *maps)
-    else:
-        tensors = (p.q, p.k, p.v, o, lse, None, None, None, None)
-    counter = np.zeros(2, np.int32) if p.simulated else runtime.COUNTER
-    args = (
-        *tensors, p.q_lengths, p.kv_lengths, counter, _scale_log2(p.scale),
-        min(p.left, FAR), min(p.right, FAR), p.upper_left, tiles, group,
-    )  # fmt: skip
-    # A block stays on its multiprocessor; two in the simulator, so that they share the tiles.
-    return min(tiles, 2 if p.simulated else runtime.multiprocessors()), args
-
-
-FAR = 1 << 30  # further than any key is from any query here, and small enough for 32 bits
-
-
-def _scale_log2(scale):
-    """|scale| log2(e), but not 0 in float32: -inf is multiplied by it."""
-    limits = np.finfo(np.float32)
-    return float(np.clip(abs(scale) * math.log2(math.e), limits.tiny, limits.max))
 
 
 def _backward(p, do, o, lse, dlse):
@@ -363,36 +314,22 @@ def _backward(p, do, o, lse, dlse):
         return blas.backward(do, dlse, p.q, p.k, p.v, o, lse, scale=p.scale, **p.mask())
     dq, dk, dv = (arrays.allocate(p.xp, x.shape, x.dtype, p.layout) for x in (p.q, p.k, p.v))
     delta = p.xp.empty(p.lse_shape, p.lse_dtype)
-    config = _config(p, "backward_dq")
+    config = config_of(p, "backward_dq")
     batch, seqlen_q, heads_q, head_dim = p.q.shape
     seqlen_kv, heads_kv, head_dim_v = p.v.shape[1:]
-    mask = _mask_arguments(p)
+    mask = mask_arguments(p)
 
-    blocks = _ceil(batch * heads_q * seqlen_q, config.threads)
+    blocks = ceil_div(batch * heads_q * seqlen_q, config.threads)
     _launch(p, "delta", blocks, do, o, dlse, delta)
 
-    slices = _ceil(max(head_dim, head_dim_v), config.d_slice)
-    blocks = batch * heads_kv * _ceil(seqlen_kv, config.block_m) * slices
+    slices = ceil_div(max(head_dim, head_dim_v), config.d_slice)
+    blocks = batch * heads_kv * ceil_div(seqlen_kv, config.block_m) * slices
     _launch(p, "backward_dkdv", blocks, do, p.q, p.k, p.v, lse, delta, dk, dv, *mask)
 
-    blocks = batch * heads_q * _ceil(seqlen_q, config.block_m) * _ceil(head_dim, config.d_slice)
+    slices = ceil_div(head_dim, config.d_slice)
+    blocks = batch * heads_q * ceil_div(seqlen_q, config.block_m) * slices
     _launch(p, "backward_dq", blocks, do, p.q, p.k, p.v, lse, delta, dq, *mask)
     return dq, dk, dv
-
-
-def _config(p, name):
-    """The tile configuration of a kernel. Hopper's backward will be a case of its own."""
-    if p.wgmma and name == "forward":
-        return choose_wgmma(p.dtype, p.q.shape[3], p.tma, p.scale < 0)
-    return choose_simt(p.dtype, p.q.shape[3], p.v.shape[3], p.simulated)
-
-
-def _kernel(p, name):
-    if p.wgmma and name == "forward":
-        from flashnumba.kernels import forward_wgmma as module
-    else:
-        from flashnumba.kernels import simt as module
-    return getattr(module, f"make_{name}")(_config(p, name))
 
 
 def _launch(p, name, blocks, *args):
@@ -402,82 +339,4 @@ def _launch(p, name, blocks, *args):
         from flashnumba.simulate import launch
     else:
         launch = runtime.launch
-    launch(_kernel(p, name), blocks, args)
-
-
-def _mask_arguments(p):
-    """The last parameters of every kernel of simt.py: lengths, scale and window."""
-    return p.q_lengths, p.kv_lengths, p.scale, p.left, p.right, p.upper_left
-
-
-def _ceil(a, b):
-    return -(-a // b)
-
-
-# --- the same call again -----------------------------------------------------------------
-
-MAX_PLANS = 1024
-
-_plans = {}  # key -> Plan: the steady state is one look-up here and one launch
-_plans_change = threading.Lock()
-
-
-class Plan:
-    """A forward on a GPU that ran before, without the addresses of its arrays: nothing to check."""
-
-    def __init__(self, p, o, lse):
-        p = replace(p, q=p.q.view(), k=p.k.view(), v=p.v.view())  # three objects, even of one
-        blocks, args = _forward_call(p, o, lse)
-        self.launch = runtime.bind(_kernel(p, "forward"), blocks, args, (p.q, p.k, p.v, o, lse))
-        self.o = p.user_shape(p.o_shape), o.dtype
-        self.lse = p.lse_shape[4 - p.ndim :], lse.dtype
-        self.empty = p.xp.ndarray
-        self.out_of_memory = p.xp.cuda.memory.OutOfMemoryError
-        self.current_device = p.xp.cuda.runtime.getDevice
-
-    def __call__(self, q, k, v):
-        """(o, lse) in the caller's form."""
-        if self.current_device() != self.launch.device:
-            with q.device:
-                return self(q, k, v)
-        try:
-            o, lse = self.empty(*self.o), self.empty(*self.lse)
-        except self.out_of_memory as error:
-            raise _memory_error(error, q, k, v) from error
-        self.launch(q.data.ptr, k.data.ptr, v.data.ptr, o.data.ptr, lse.data.ptr)
-        return o, lse
-
-
-def _find_plan(q, k, v, options):
-    """(key, plan or None) of a call; no key for what is not in CuPy arrays or not known by value.
-
-    The key holds all that decides about a call but the addresses. True == 1 == 1.0 == 1 + 0j, of
-    which not all are allowed: hence the types.
-    """
-    cupy = sys.modules.get("cupy")
-    if cupy is None or not type(q) is type(k) is type(v) is getattr(cupy, "ndarray", None):
-        return None, None
-    window = options[1]
-    try:
-        key = (
-            q.shape, q.strides, q.dtype, q.data.device_id,
-            k.shape, k.strides, k.dtype, k.data.device_id,
-            v.shape, v.strides, v.dtype, v.data.device_id,
-            (q.data.ptr | k.data.ptr | v.data.ptr) % 16,  # TMA needs 0
-            options, tuple(map(type, options)),
-            None if window is None else tuple(map(type, window)),
-        )  # fmt: skip
-        return key, _plans.get(key)
-    except TypeError:  # an option that has no hash, such as an array or a list
-        return None, None
-
-
-def _keep_plan(key, p, o, lse):
-    """Make a plan for calls like `p`, unless it has arrays of lengths or nothing to compute."""
-    if key is None or o.size == 0 or p.q_lengths is not None or p.kv_lengths is not None:
-        return
-    plan = Plan(p, o, lse)
-    with _plans_change:
-        while len(_plans) >= MAX_PLANS:
-            del _plans[next(iter(_plans))]  # the oldest
-        _plans[key] = plan
+    launch(kernel_of(p, name), blocks, args)

@@ -100,6 +100,12 @@ class Problem:
         """float32; float64 where the inputs are, since the backward takes the scores from lse."""
         return np.dtype(np.float64 if self.dtype == "float64" else np.float32)
 
+    @property
+    def scale_log2(self):
+        """|scale| log2(e), but not 0 in float32: kernels multiply -inf by it."""
+        limits = np.finfo(np.float32)
+        return float(np.clip(abs(self.scale) * math.log2(math.e), limits.tiny, limits.max))
+
     def mask(self):
         """The mask as the kernels take it."""
         return {

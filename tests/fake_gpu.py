@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from flashnumba import runtime, simulate
+from flashnumba import workspace as kept
 from flashnumba.tensormap import TensorMap
 
 
@@ -141,7 +142,7 @@ class FakeGPU:
 
     def execute(self, kernel, grid, stream, words):
         self.launches.append((kernel.key, grid, stream))
-        if self.run or kernel is runtime.writer():
+        if self.run or kernel is kept.writer():
             args, place = [], 0
             for kind in kernel.signature.args:
                 part = words[8 * place : 8 * (place + words_of(kind))]
@@ -209,11 +210,12 @@ class FakeGPU:
             runtime, "_properties", functools.cache(runtime._properties.__wrapped__)
         )
         monkeypatch.setattr(runtime, "_loaded", {})
-        monkeypatch.setattr(runtime, "_workspaces", {})
-        monkeypatch.setattr(runtime, "_captured", [])
+        monkeypatch.setattr(kept, "_workspaces", {})
+        monkeypatch.setattr(kept, "_captured", [])
         monkeypatch.setattr(runtime, "_room", runtime.Room())
+        monkeypatch.setattr(kept, "_of_thread", kept.OfThread())
         monkeypatch.setattr(runtime, "gpu_available", lambda: True)
-        monkeypatch.setattr(sys.modules["flashnumba.attention"], "_plans", {})
+        monkeypatch.setattr(sys.modules["flashnumba.plans"], "_plans", {})
         return self
 
     def zeros(self, shape, dtype):

@@ -12,7 +12,8 @@ import pytest
 from calls import problem
 
 import flashnumba as fn
-from flashnumba import runtime
+from flashnumba import plans
+from flashnumba import workspace as kept
 
 attention = importlib.import_module("flashnumba.attention")  # the package's name is the function
 SMALL = {"dim": 8, "dtype": "float16"}
@@ -67,9 +68,9 @@ def test_the_second_call_takes_a_plan(gpu, nothing_checked, name, form):
     first, other = ([arranged(x, form) for x in arrays(seed=i, **heads)] for i in (0, 1))
     options = {"causal": True, "backend": name, **LAYOUTS[form]}
     expected, _ = fn.attention_vjp(*other, return_lse=True, **options)  # makes no plan
-    assert not attention._plans
+    assert not plans._plans
     fn.attention(*first, **options)
-    assert len(attention._plans) == 1
+    assert len(plans._plans) == 1
     nothing_checked()
     got = fn.attention(*other, return_lse=True, **options)
     for x, y in zip(got, expected, strict=True):
@@ -162,11 +163,11 @@ def test_whatever_differs_has_a_plan_of_its_own(gpu):
     for given, options in calls:
         fn.attention(*given, **options)
         seen.append(last_launch(gpu))
-        assert len(attention._plans) == len(seen)
+        assert len(plans._plans) == len(seen)
     for (given, options), launch in zip(calls, seen, strict=True):
         fn.attention(*given, **options)
         assert last_launch(gpu) == launch
-    assert len(attention._plans) == len(seen)
+    assert len(plans._plans) == len(seen)
     of_tma = ["tma=True" in kernel for kernel, _, _ in seen]
     names = ["as it was", *DIFFERENT, *OPTIONS]
     by_threads = {name for name, tma in zip(names, of_tma, strict=True) if not tma}
@@ -234,15 +235,15 @@ def test_lengths_make_no_plan(gpu, lengths):
     """They are arrays of the call's own, and may change."""
     for _ in range(2):
         fn.attention(*arrays(), kv_lengths=lengths)
-    assert not attention._plans
+    assert not plans._plans
 
 
 def test_nothing_to_compute_makes_no_plan(gpu):
     """No query: nothing is launched, so there is nothing to bind; no key: zeros from simt."""
-    for lengths, plans in (((0, 7), 0), ((5, 0), 1)):
+    for lengths, count in (((0, 7), 0), ((5, 0), 1)):
         for _ in range(2):
             assert fn.attention(*arrays(*lengths)).shape == (1, lengths[0], 1, 8)
-        assert len(attention._plans) == plans
+        assert len(plans._plans) == count
 
 
 def test_numpy_arrays_make_no_plan(gpu):
@@ -250,16 +251,16 @@ def test_numpy_arrays_make_no_plan(gpu):
     q, k, v = (x.get() for x in arrays())
     for _ in range(2):
         assert isinstance(fn.attention(q, k, v), np.ndarray)
-    assert not attention._plans
+    assert not plans._plans
 
 
 def test_no_more_plans_than_a_thousand(gpu, monkeypatch):
     """The oldest goes first."""
-    monkeypatch.setattr(attention, "MAX_PLANS", 3)
+    monkeypatch.setattr(plans, "MAX_PLANS", 3)
     for left in (1, 2, 3, 4, 2):
         fn.attention(*arrays(), window=(left, 0))
-        assert len(attention._plans) <= 3
-    windows = [key[13][1] for key in attention._plans]
+        assert len(plans._plans) <= 3
+    windows = [key[13][1] for key in plans._plans]
     assert windows == [(2, 0), (3, 0), (4, 0)]
 
 
@@ -272,7 +273,7 @@ def test_a_plan_runs_on_the_gpu_of_its_arrays(gpu, nothing_checked):
         with cupy.cuda.Device(device):
             given[device] = arrays()
         fn.attention(*given[device])
-    assert len(attention._plans) == 2
+    assert len(plans._plans) == 2
     nothing_checked()
     for current in (0, 1):
         gpu.device = current
@@ -324,7 +325,7 @@ def test_the_counter_is_left_as_zeros(gpu):
     gpu.run = True
     given = arrays(batch=4)  # 4 tiles of queries, 3 multiprocessors
     expected = bits(fn.attention(*given))
-    ((_, workspace),) = runtime._workspaces.items()
+    ((_, workspace),) = kept._workspaces.items()
     assert last_launch(gpu)[1] == 3
     assert not workspace.memory.host[-1].any()
     assert bits(fn.attention(*given)) == expected

@@ -20,6 +20,7 @@ import pytest
 
 import flashnumba as fn
 from flashnumba import runtime
+from flashnumba import workspace as kept
 from flashnumba.config import Kernel, choose_simt
 from flashnumba.runtime import Cubin, cached_cubin, compile_kernel
 from flashnumba.tensormap import TensorMap
@@ -673,23 +674,23 @@ def test_descriptions_are_written_once(fake_gpu):
 
 def test_more_descriptions_than_one_kernel_writes(fake_gpu, monkeypatch):
     """They come in parts."""
-    monkeypatch.setattr(runtime, "ROWS", 2)
-    runtime.writer.cache_clear()
+    monkeypatch.setattr(kept, "ROWS", 2)
+    kept.writer.cache_clear()
     try:
         Described(3).check(0, 1, 2)
         assert [grid for _, grid, _ in fake_gpu.launches] == [2, 1, 1]
     finally:
-        runtime.writer.cache_clear()
+        kept.writer.cache_clear()
 
 
 @pytest.mark.parametrize("slots", [3, 4, 5])
 def test_few_slots_are_taken_in_turn(fake_gpu, monkeypatch, slots):
     """Any three of seven arrays, in any order: a launch never loses what it has just looked up."""
-    monkeypatch.setattr(runtime, "SLOTS", slots)
+    monkeypatch.setattr(kept, "SLOTS", slots)
     described, rng = Described(7), np.random.default_rng(0)
     for _ in range(200):
         described.check(*rng.integers(7, size=3))
-    (workspace,) = runtime._workspaces.values()
+    (workspace,) = kept._workspaces.values()
     assert len(workspace.addresses) == slots
     assert {key for key in workspace.keys} == set(workspace.addresses)
     assert slots < fake_gpu.encoded < 600
@@ -709,7 +710,7 @@ def test_every_stream_and_gpu_has_its_own(fake_gpu):
     described = Described(3)
     for fake_gpu.device, fake_gpu.stream in ((0, 0), (0, 4096), (1, 0), (1, 4096), (0, 0)):
         described.check(0, 1, 2)
-    assert len(runtime._workspaces) == 4
+    assert len(kept._workspaces) == 4
     assert fake_gpu.encoded == 12
 
 
@@ -754,29 +755,30 @@ def test_a_failed_description_leaves_the_others(fake_gpu, monkeypatch):
         raise RuntimeError("no")
 
     encoder, launch = runtime.encoder, runtime.launch
-    for name, real in (("encoder", encoder), ("writer", runtime.writer)):
+    for name, real in (("encoder", encoder), ("writer", kept.writer)):
         with monkeypatch.context() as patch:
-            patch.setattr(runtime, name, (lambda *_: fail) if name == "encoder" else fail)
+            module = runtime if name == "encoder" else kept
+            patch.setattr(module, name, (lambda *_: fail) if name == "encoder" else fail)
             with pytest.raises(RuntimeError, match="no"):
                 described.read(3, 4, 0)
-        assert getattr(runtime, name) is real and runtime.launch is launch
+        assert getattr(module, name) is real and runtime.launch is launch
     described.check(0, 1, 2)
     described.check(3, 4, 0)
 
 
 def test_a_graph_writes_its_own_descriptions(fake_gpu, monkeypatch):
     """A captured launch runs again after everything else has been overwritten, on any stream."""
-    monkeypatch.setattr(runtime, "SLOTS", 3)
+    monkeypatch.setattr(kept, "SLOTS", 3)
     described = Described(6)
     described.check(0, 1, 2)
-    known = dict(runtime._workspaces[0, 0].addresses)
+    known = dict(kept._workspaces[0, 0].addresses)
     with fake_gpu.capture(4096) as graph:
         first, second = described.read(0, 1, 2), described.read(2, 1, 0)
     assert [kernel.key for kernel, *_ in graph] == ["write 4 descriptions", "firsts"] * 2
-    assert runtime._workspaces.keys() == {(0, 0)}
-    assert runtime._workspaces[0, 0].addresses == known
+    assert kept._workspaces.keys() == {(0, 0)}
+    assert kept._workspaces[0, 0].addresses == known
     described.check(3, 4, 5)
-    for workspace in runtime._captured:  # as a graph finds it whose descriptions were lost
+    for workspace in kept._captured:  # as a graph finds it whose descriptions were lost
         workspace.memory.host[:-1] = 0
     for i in (1, 2):
         described.arrays[i].host[...] = 10 * i
@@ -789,7 +791,7 @@ def test_the_kernel_that_writes_descriptions_compiles():
     """For the GPU that needs it, without local memory."""
     if MISSING is not None:
         pytest.skip(MISSING)
-    cubin = cached_cubin(runtime.writer(), (9, 0))
+    cubin = cached_cubin(kept.writer(), (9, 0))
     assert (cubin.stack_bytes, cubin.spill_bytes) == (0, 0)
 
 
@@ -898,8 +900,8 @@ def assert_constant(x, value):
 @pytest.mark.sm90
 def test_few_slots_are_reused_on_a_gpu(monkeypatch):
     """TMA keeps no old description of a slot: five slots, always another v and o, no waiting."""
-    monkeypatch.setattr(runtime, "SLOTS", 5)
-    monkeypatch.setattr(runtime, "_workspaces", {})
+    monkeypatch.setattr(kept, "SLOTS", 5)
+    monkeypatch.setattr(kept, "_workspaces", {})
     q, k, values = constants(40)
     order = np.random.default_rng(0).integers(40, size=600)
     results = [fn.attention(q, k, values[i], causal=True, backend="wgmma") for i in order]
@@ -913,8 +915,8 @@ def test_a_captured_graph_describes_its_own_arrays(monkeypatch):
     """It runs after all slots were taken by others, on another stream, with new numbers in v."""
     import cupy
 
-    monkeypatch.setattr(runtime, "SLOTS", 5)
-    monkeypatch.setattr(runtime, "_workspaces", {})
+    monkeypatch.setattr(kept, "SLOTS", 5)
+    monkeypatch.setattr(kept, "_workspaces", {})
     q, k, values = constants(12)
     v = cupy.empty_like(k)
     stream, other = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))

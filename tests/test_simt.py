@@ -16,7 +16,7 @@ from calls import DTYPES, MASKS, RESULTS, assert_same_bits, check, masks, proble
 from conftest import GPU
 
 import flashnumba as fn
-from flashnumba import config, kernels, simulate
+from flashnumba import config, kernels, launches, simulate
 from flashnumba.device import tile as tile_module
 from flashnumba.kernels import simt
 
@@ -244,7 +244,7 @@ def test_shipped_configurations_in_the_simulator(dtype, dim, lengths, monkeypatc
         assert simulated
         return config.choose_simt(dtype, head_dim, head_dim_v)
 
-    monkeypatch.setattr(attention, "choose_simt", choose)
+    monkeypatch.setattr(launches, "choose_simt", choose)
     check("simulator", problem(*lengths, dim=dim, dtype=dtype), causal=True)
 
 

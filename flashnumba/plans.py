@@ -1,0 +1,86 @@
+"""The same call of `attention` again: what was decided about it the first time, by its form.
+
+A plan is found by all that decides about a call but the addresses of its arrays, so the second call
+of a form checks nothing, allocates the results and launches.
+"""
+
+import sys
+import threading
+from dataclasses import replace
+
+from flashnumba import runtime
+from flashnumba.launches import forward_call, kernel_of
+
+MAX_PLANS = 1024
+
+_plans = {}  # key -> Plan: the steady state is one look-up here and one launch
+_plans_change = threading.Lock()
+
+
+def memory_error(error, *inputs):
+    need = sum(x.nbytes for x in inputs)
+    return MemoryError(
+        f"the GPU's memory is not enough beside inputs of {need / 2**20:.1f} MiB: {error}. "
+        "The inputs are untouched; free memory or split the batch"
+    )
+
+
+class Plan:
+    """A forward on a GPU that ran before, without the addresses of its arrays: nothing to check."""
+
+    def __init__(self, p, o, lse):
+        p = replace(p, q=p.q.view(), k=p.k.view(), v=p.v.view())  # three objects, even of one
+        blocks, args = forward_call(p, o, lse)
+        self.launch = runtime.bind(kernel_of(p, "forward"), blocks, args, (p.q, p.k, p.v, o, lse))
+        self.o = p.user_shape(p.o_shape), o.dtype
+        self.lse = p.lse_shape[4 - p.ndim :], lse.dtype
+        self.empty = p.xp.ndarray
+        self.out_of_memory = p.xp.cuda.memory.OutOfMemoryError
+        self.current_device = p.xp.cuda.runtime.getDevice
+
+    def __call__(self, q, k, v):
+        """(o, lse) in the caller's form."""
+        if self.current_device() != self.launch.device:
+            with q.device:
+                return self(q, k, v)
+        try:
+            o, lse = self.empty(*self.o), self.empty(*self.lse)
+        except self.out_of_memory as error:
+            raise memory_error(error, q, k, v) from error
+        self.launch(q.data.ptr, k.data.ptr, v.data.ptr, o.data.ptr, lse.data.ptr)
+        return o, lse
+
+
+def find(q, k, v, options):
+    """(key, plan or None) of a call; no key for what is not in CuPy arrays or not known by value.
+
+    The key holds all that decides about a call but the addresses. True == 1 == 1.0 == 1 + 0j, of
+    which not all are allowed: hence the types.
+    """
+    cupy = sys.modules.get("cupy")
+    if cupy is None or not type(q) is type(k) is type(v) is getattr(cupy, "ndarray", None):
+        return None, None
+    window = options[1]
+    try:
+        key = (
+            q.shape, q.strides, q.dtype, q.data.device_id,
+            k.shape, k.strides, k.dtype, k.data.device_id,
+            v.shape, v.strides, v.dtype, v.data.device_id,
+            (q.data.ptr | k.data.ptr | v.data.ptr) % 16,  # TMA needs 0
+            options, tuple(map(type, options)),
+            None if window is None else tuple(map(type, window)),
+        )  # fmt: skip
+        return key, _plans.get(key)
+    except TypeError:  # an option that has no hash, such as an array or a list
+        return None, None
+
+
+def keep(key, p, o, lse):
+    """Make a plan for calls like `p`, unless it has arrays of lengths or nothing to compute."""
+    if key is None or o.size == 0 or p.q_lengths is not None or p.kv_lengths is not None:
+        return
+    plan = Plan(p, o, lse)
+    with _plans_change:
+        while len(_plans) >= MAX_PLANS:
+            del _plans[next(iter(_plans))]  # the oldest
+        _plans[key] = plan
