@@ -141,10 +141,11 @@ class WgmmaConfig:
     def registers(self):
         """A thread's registers as (producer, consumer), for two consumers.
 
-        Together they are all that a multiprocessor has. With less on either side something spills,
-        at head_dim 256 and with one compiler or another; loading without TMA takes more.
+        What a block of 384 threads starts with is 168 a thread: 504 for one of each and a second
+        consumer, no more, or taking them waits for ever. With fewer something spills, with one
+        compiler or another; loading without TMA takes more.
         """
-        return (64, 224) if self.tma else (112, 200)
+        return (64, 216) if self.tma else (112, 192)
 
     @property
     def q_bytes(self):
@@ -170,7 +171,7 @@ def choose_wgmma(dtype, head_dim, tma, negative=False):
     # At D 128 keys of 160 leave no room for a second Q. At D 256 keys of 64 came out behind those
     # of 80 once softmax and products overlapped (626 against 732, T 16384, in another run).
     # Without TMA the producer needs registers that fewer keys leave it.
-    block_n = {64: 128, 128: 128 if tma else 96, 256: 80 if tma else 48}[width]
+    block_n = {64: 128, 128: 128 if tma else 96, 256: 80 if tma else 32}[width]
     q_slots = 1 if width == 256 else 2
     return WgmmaConfig(dtype, width, 2, block_n, 2, q_slots, True, tma, negative)
 

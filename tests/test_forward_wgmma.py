@@ -29,10 +29,11 @@ def name_of(config):
 
 @pytest.mark.parametrize("config", CONFIGS, ids=name_of)
 def test_a_block_fits_the_machine(config):
-    """Shared memory and registers of Hopper; names and key tiles in whole instructions."""
+    """Shared memory of Hopper, the registers a block starts with, tiles in whole instructions."""
     producer, consumer = config.registers
     assert config.shared_bytes <= SHARED_BYTES
-    assert 128 * (producer + config.consumers * consumer) <= REGISTERS
+    start = REGISTERS // config.threads // 8 * 8  # a thread, as ptxas compiles for one block
+    assert producer + config.consumers * consumer <= start * (1 + config.consumers)
     assert producer % 8 == consumer % 8 == 0
     assert config.head_dim % 64 == 0 and config.block_n % 16 == 0 and config.block_n <= 256
 
@@ -52,7 +53,8 @@ def test_it_compiles_to_what_was_meant(config):
     cubin = cached_cubin(kernel, (9, 0, "a"))
     assert (cubin.stack_bytes, cubin.spill_bytes) == (0, 0), cubin.log
     assert not re.search(r"C75\d\d|warning|error", cubin.log), cubin.log
-    assert cubin.registers * kernel.threads <= REGISTERS
+    # The registers that setmaxnreg hands around are those that the block starts with.
+    assert cubin.registers == REGISTERS // kernel.threads // 8 * 8
     assert not float64_operations(cubin.code)
     found = operations(cubin.code)
     p_v = 2 + (config.q_slots > 1)

@@ -335,14 +335,14 @@ def make_forward(config):
                 if first:
                     release_v(smem, n)
 
-            def weights(turn, n, n_block, full_begin, full_end):
+            def weights(turn, n, n_block):
                 """s has arrived: release K, mask, and make it p."""
                 if first:
                     release_k(smem, n)
                 if NEGATIVE:
                     for i in range(S_SIZE):
                         s[i] = -s[i]
-                if not full_begin <= n_block < full_end:
+                if masked(smem, turn, n_block):
                     q_length, kv_length = field(smem, turn, Q_LENGTH), field(smem, turn, KV_LENGTH)
                     offset = alignment(q_length, kv_length, upper_left)
                     q_idx = field(smem, turn, ROW0) + row
@@ -381,13 +381,12 @@ def make_forward(config):
                 zero_acc(acc)
 
             def begin_work(turn, n, n_block):
-                full_begin, full_end = field(smem, turn, FULL_BEGIN), field(smem, turn, FULL_END)
                 wait_k(smem, n)
                 take_turn()
                 issue_qk(turn, n)
                 pass_turn()
                 wait_s_alone(s)
-                weights(turn, n, n_block, full_begin, full_end)
+                weights(turn, n, n_block)
                 to_halves(p, s)
 
             if TURNS and consumer == 1:
@@ -403,10 +402,9 @@ def make_forward(config):
                 begin_work(turn, n, end - 1)
             while end > 0:
                 begin = field(smem, turn, BEGIN)
-                full_begin, full_end = field(smem, turn, FULL_BEGIN), field(smem, turn, FULL_END)
                 for n_block in range(end - 2, begin - 1, -1):
                     issue_both(turn, n)
-                    weights(turn, n + u32(1), n_block, full_begin, full_end)
+                    weights(turn, n + u32(1), n_block)
                     finish_acc(n)
                     to_halves(p, s)
                     rescale(acc, a)
@@ -417,9 +415,7 @@ def make_forward(config):
                 if OVERLAP and end > 0:
                     issue_both(turn + u32(1), n)
                     restart()
-                    full_begin = field(smem, turn + u32(1), FULL_BEGIN)
-                    full_end = field(smem, turn + u32(1), FULL_END)
-                    weights(turn + u32(1), n + u32(1), end - 1, full_begin, full_end)
+                    weights(turn + u32(1), n + u32(1), end - 1)
                     finish_acc(n)
                     finish(turn)
                     to_halves(p, s)

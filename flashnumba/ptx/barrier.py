@@ -119,16 +119,20 @@ def bar_sync(number: u32, threads: u32):
 
 
 class RegisterBudget:
-    """Registers a thread, by warpgroup, out of 65536 for the block."""
+    """Registers a thread, by warpgroup. All of them together are what the block started with.
+
+    It starts with the largest multiple of 8 a thread of which 65536 are enough, as a kernel does
+    that is compiled for one block a multiprocessor and needs more; the rest is out of reach.
+    """
 
     def __init__(self, block):
-        self.warpgroups = block.size // 128
-        start = 65536 // block.size // 8 * 8
-        self.now = dict.fromkeys(range(self.warpgroups), start)
+        warpgroups = range(block.size // 128)
+        self.start = min(65536 // block.size // 8 * 8, 256)
+        self.now = dict.fromkeys(warpgroups, self.start)
 
     def fits(self, warpgroup, count):
         others = sum(n for w, n in self.now.items() if w != warpgroup)
-        return (others + count) * 128 <= 65536
+        return others + count <= self.start * len(self.now)
 
 
 @cache
