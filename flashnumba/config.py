@@ -114,9 +114,8 @@ def choose_simt(dtype, head_dim, head_dim_v, simulated=False):
 class WgmmaConfig:
     """Tiles of kernels/forward_wgmma.py.
 
-    `consumers` warpgroups own 64 query rows each and walk the keys `block_n` at a time; all that
-    `choose_wgmma` answers have two. `head_dim` is the width that is computed, to which narrower
-    heads are padded with zeros.
+    `consumers` warpgroups own 64 query rows each and walk the keys `block_n` at a time. `head_dim`
+    is the width that is computed, to which narrower heads are padded with zeros.
     """
 
     dtype: str
@@ -125,7 +124,7 @@ class WgmmaConfig:
     block_n: int
     stages: int  # tiles of K, and as many of V, in shared memory
     q_slots: int  # tiles of Q; with 2, one tile of rows begins while the one before it ends
-    turns: bool  # two consumers take turns at the tensor cores
+    turns: bool  # consumers take turns at the tensor cores
     tma: bool  # q, k, v and o can be addressed by TMA
     negative: bool = False  # scale is below 0: scores are negated first
 
@@ -139,13 +138,15 @@ class WgmmaConfig:
 
     @property
     def registers(self):
-        """A thread's registers as (producer, consumer), for two consumers.
+        """A thread's registers as (producer, consumer).
 
-        What a block of 384 threads starts with is 168 a thread: 504 for one of each and a second
-        consumer, no more, or taking them waits for ever. With fewer something spills, with one
-        compiler or another; loading without TMA takes more.
+        In all no more than a block starts with (65536, in eights a thread), or taking them waits
+        for ever: for warpgroups of 384 threads 3 x 168, of 512 4 x 128. With fewer something
+        spills, with one compiler or another; loading without TMA takes more.
         """
-        return (64, 216) if self.tma else (112, 192)
+        if self.consumers == 3:
+            return 32, 160
+        return (40, 232) if self.tma else (112, 192)
 
     @property
     def q_bytes(self):
@@ -161,19 +162,35 @@ class WgmmaConfig:
         return tiles + 1024  # barriers, descriptions of works, scratch
 
 
-def choose_wgmma(dtype, head_dim, tma, negative=False):
-    """The tile configuration of the Hopper forward for one problem."""
+def choose_wgmma(dtype, head_dim, tma, negative=False, short=False, masked=False):
+    """The tile configuration of the Hopper forward for one problem; `short`: below 2048 keys."""
     width = next(size for size in (64, 128, 256) if head_dim <= size)
-    # H200, bfloat16, full, T 1024 / 4096 / 16384, TFLOP/s; cuDNN in the same run at the right:
-    #     D  64   keys 128: 413 429 428    192: 357 425 443                       431 460 466
-    #     D 128   keys 128: 595 602 607    112: 506 567 578    160: 484 584 628   586 613 622
-    #     D 256   keys  80: 566 639 668     64: 590 650 657                       615 664 665
-    # At D 128 keys of 160 leave no room for a second Q. At D 256 keys of 64 came out behind those
-    # of 80 once softmax and products overlapped (626 against 732, T 16384, in another run).
-    # Without TMA the producer needs registers that fewer keys leave it.
+    # H200, bfloat16, ratio to cuDNN in the same run at T 1024 / 4096 / 16384:
+    #                                  full                 causal
+    #     D  64   2 consumers, turns   0.91  0.88  0.91     0.87  0.95  0.96
+    #             3 consumers, turns   1.01  1.10  1.17     0.81  1.04  1.14
+    #             3 consumers          0.98  1.11  1.17     0.79  1.02  1.15
+    #     D 128   turns                0.98  1.03  1.02     1.03  1.08  1.08
+    #             none                 0.94  1.04  1.04     1.00  1.17  1.14
+    #             none, keys 176       0.80  0.97  1.04     0.74  1.02  1.14
+    #     D 256   turns                0.97  1.10  1.16     0.90  1.04  1.13
+    #             none                 0.97  1.09  1.16     0.88  1.06  1.14
+    # At D 128 keys of 176 leave no room for a second Q. At D 256 keys of 64 came out behind those
+    # of 80 once softmax and products overlapped (626 against 732 TFLOP/s, T 16384, in another run).
+    # Without TMA the producer needs registers that fewer keys and consumers leave it.
     block_n = {64: 128, 128: 128 if tma else 96, 256: 80 if tma else 32}[width]
-    q_slots = 1 if width == 256 else 2
-    return WgmmaConfig(dtype, width, 2, block_n, 2, q_slots, True, tma, negative)
+    three = width == 64 and tma and not (short and masked)
+    return WgmmaConfig(
+        dtype,
+        width,
+        consumers=3 if three else 2,
+        block_n=block_n,
+        stages=4 if three else 2,
+        q_slots=1 if width == 256 else 2,
+        turns=short or width == 64,
+        tma=tma,
+        negative=negative,
+    )
 
 
 L2_BUDGET = 16 << 20  # bytes

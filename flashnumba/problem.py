@@ -102,7 +102,7 @@ class Problem:
 
     @property
     def scale_log2(self):
-        """|scale| log2(e), but not 0 in float32: kernels multiply -inf by it."""
+        """|scale| log2(e), but the smallest normal float32 for 0: kernels multiply -inf by it."""
         limits = np.finfo(np.float32)
         return float(np.clip(abs(self.scale) * math.log2(math.e), limits.tiny, limits.max))
 

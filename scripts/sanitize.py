@@ -3,9 +3,12 @@
     python scripts/sanitize.py                                   # once, fills the kernel cache
     compute-sanitizer --tool memcheck python scripts/sanitize.py
     compute-sanitizer --tool racecheck python scripts/sanitize.py
+    compute-sanitizer --tool synccheck python scripts/sanitize.py --forward --dtype float16
 
 Lengths are off every tile boundary; there are grouped heads, padding, windows, empty rows, wide
-heads in several slices, and inputs that start in the middle of their memory.
+heads in several slices, inputs that start in the middle of their memory, and infinite values, some
+of which no query sees. Halves with 8, 64, 128 and 256 columns go by TMA on a Hopper GPU, others
+without.
 """
 
 import argparse
@@ -22,27 +25,37 @@ MASKS = {
 }
 
 
-def call(dtype, head_dim, mask):
+def call(dtype, head_dim, mask, forward_only):
     """Forward and backward of one problem; outputs must be finite."""
     random = cupy.random.default_rng(0).standard_normal
     shape = lambda seqlen, heads: (2, seqlen + 1, heads, head_dim)
     make = lambda *size: random(shape(*size), np.float32).astype(dtype)[:, 1:]
     q, k, v, do = make(70, 4), make(81, 2), make(81, 2), make(70, 4)
-    o, pullback = fn.attention_vjp(q, k, v, **mask)
-    for x in (o, *pullback(do)):
+    if "kv_lengths" in mask:
+        v[1, mask["kv_lengths"][1] :] = np.inf
+    if forward_only:
+        results = (fn.attention(q, k, v, **mask),)
+    else:
+        o, pullback = fn.attention_vjp(q, k, v, **mask)
+        results = (o, *pullback(do))
+    for x in results:
         if not bool(cupy.isfinite(x.astype(np.float32)).all()):
             raise SystemExit(f"not finite: {dtype}, head_dim {head_dim}, {mask}")
+    v[0, 75] = np.inf
+    if not bool(cupy.isinf(fn.attention(q, k, v, **mask)).any()):
+        raise SystemExit(f"an infinite value went unseen: {dtype}, head_dim {head_dim}, {mask}")
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", nargs="+", default=["float16", "float32", "float64"])
     parser.add_argument("--head-dim", type=int, nargs="+", default=[8, 64, 129])
+    parser.add_argument("--forward", action="store_true", help="no gradients")
     args = parser.parse_args(argv)
     for dtype in args.dtype:
         for head_dim in args.head_dim:
             for name, mask in MASKS.items():
-                call(dtype, head_dim, mask)
+                call(dtype, head_dim, mask, args.forward)
                 print(f"{dtype}, head_dim {head_dim}, {name}: done")
 
 

@@ -45,13 +45,14 @@ from flashnumba.ptx.shared import (
     st_shared_u32,
     stmatrix_x4,
 )
-from flashnumba.ptx.thread import cvt_bf16x2, cvt_f16x2, ex2, lg2, max_f32, rcp
+from flashnumba.ptx.thread import cvt_bf16x2, cvt_f16x2, ex2, lg2, max_f32, opaque, rcp
 from flashnumba.ptx.tma import (
     cp_async_bulk_commit_group,
     cp_async_bulk_tensor_load,
     cp_async_bulk_tensor_store,
     cp_async_bulk_wait_group,
     cp_async_bulk_wait_group_read,
+    fence_proxy_tensormap,
 )
 from flashnumba.ptx.wgmma import (
     wgmma_commit_group,
@@ -205,7 +206,7 @@ def make_thread():
             inverse[i] = rcp(a[i])
             larger[i] = max_f32(a[i], b[i])
             half[i] = cvt_f16x2(a[i], b[i])
-            bhalf[i] = cvt_bf16x2(a[i], b[i])
+            bhalf[i] = opaque(cvt_bf16x2(a[i], b[i]))
 
     def operands(rng):
         special = np.concatenate([SPECIAL, -SPECIAL])
@@ -362,8 +363,10 @@ def make_barriers():
 # --- tma.py ---------------------------------------------------------------------------------------
 
 # (column, row) of boxes of 24 x 64 from arrays of 50 x 72: inside, over every edge, wholly outside.
-BOXES = [(0, 0), (64, 24), (8, 26), (-8, 3), (-64, 0), (72, 0), (0, -5), (0, -24), (0, 49), (0, 50)]
-BOXES += [(40, 40), (-63, -23), (71, 49), (100, 10), (8, 60), (-200, -100)]
+# Only a load may start before the array.
+STORES = [(0, 0), (64, 24), (8, 26), (72, 0), (0, 49), (0, 50), (40, 40), (64, 49), (104, 10)]
+STORES += [(8, 60)]
+BOXES = [*STORES, (-8, 3), (-64, 0), (0, -5), (0, -24), (-56, -23), (-200, -100)]
 
 
 def make_tma():
@@ -376,6 +379,8 @@ def make_tma():
         t = i32(cuda.threadIdx.x)
         full = smem + u32(FULL_AT)
         if t == 0:
+            fence_proxy_tensormap(x)
+            fence_proxy_tensormap(y)
             mbarrier_init(full, u32(1))
             fence_mbarrier_init()
         cuda.syncthreads()
@@ -404,7 +409,7 @@ def make_tma():
             for heads in (4, 8)
         )
         n = np.arange(len(BOXES))
-        to = [BOXES[i] for i in rng.permutation(n)]
+        to = [STORES[i % len(STORES)] for i in rng.permutation(n)]  # each in a head of its own
         boxes = np.column_stack([BOXES, n % 3, n % 2, to, n // 2, n % 2]).astype(np.int32)
         maps = [TensorMap(x[:, :, :3, :72], ROWS), TensorMap(y[..., :72], ROWS)]
         return [*maps, boxes, np.zeros((len(BOXES), 32 * ROWS), u32)]

@@ -11,7 +11,7 @@ import numpy as np
 import ptx_cases
 import pytest
 from numba import cuda
-from ptx_cases import BOXES, DEPTH, HALF, SIZES, STEPS, cases, simulate_function
+from ptx_cases import BOXES, DEPTH, HALF, SIZES, STEPS, STORES, cases, simulate_function
 
 from flashnumba import simulate
 from flashnumba.ptx.barrier import (
@@ -362,7 +362,10 @@ def test_boxes():
             for c in range(max(0, -column), min(64, y.shape[3] - column)):
                 y[batch, row + r, head, column + c] = box[r, c].view(np.float16)
     np.testing.assert_array_equal(after.array.view(np.uint16), y.view(np.uint16))
-    assert len(boxes) == len(BOXES)
+    assert {tuple(at) for at in boxes[:, :2].tolist()} == set(BOXES)
+    assert {tuple(to) for to in boxes[:, 4:6].tolist()} == set(STORES)
+    heads = {tuple(to) for to in boxes[:, 6:].tolist()}
+    assert len(heads) == len(boxes) == len(BOXES)  # no store over another
 
 
 def test_a_store_takes_what_its_group_holds():

@@ -70,7 +70,11 @@ def test_no_instruction_is_left_out():
 
 
 # Hints, and a budget that a simulated kernel cannot exceed: without effect on any result.
-SILENT = {"barrier.fence_mbarrier_init", "barrier.setmaxnreg_inc"}
+SILENT = {
+    "barrier.fence_mbarrier_init",
+    "barrier.setmaxnreg_inc",
+    "tma.fence_proxy_tensormap",
+}
 
 
 def uses():

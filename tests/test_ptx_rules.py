@@ -311,6 +311,67 @@ def test_boxes_must_be_in_their_place(wrong, text):
     stops(loading(**wrong), x, np.zeros(32, u32), shared=5120, match=text)
 
 
+def copying(direction):
+    """One thread loads or stores the box of 8 rows at (column, row)."""
+
+    def kernel(x, column, row):
+        smem = cvta_to_shared(cuda.shared.array(0, np.uint8))
+        full = smem + u32(1024)
+        if direction == "load":
+            mbarrier_init(full, u32(1))
+            mbarrier_arrive_expect_tx(full, u32(1024))
+            cp_async_bulk_tensor_load(smem, x, full, column, row, 0, 0)
+            mbarrier_wait(full, u32(0))
+        else:
+            cp_async_bulk_tensor_store(x, smem, column, row, 0, 0)
+            cp_async_bulk_commit_group()
+            cp_async_bulk_wait_group()
+
+    return kernel
+
+
+def of_50_by_72():
+    return TensorMap(np.ones((1, 50, 1, 72), np.float16), 8)
+
+
+ONE_THREAD = dict(threads=1, shared=2048)
+
+
+@pytest.mark.parametrize("direction", ["load", "store"])
+@pytest.mark.parametrize("column, row", [(0, 0), (8, 26), (64, 49), (72, 0), (0, 50), (104, 60)])
+def test_boxes_may_reach_past_the_array(direction, column, row):
+    """Or lie beyond it; rows are arbitrary."""
+    simulate_function(copying(direction), of_50_by_72(), column, row, **ONE_THREAD)
+
+
+@pytest.mark.parametrize("direction", ["load", "store"])
+@pytest.mark.parametrize(
+    "column, row", [(1, 0), (4, 0), (71, 49), (100, 10), (-1, 0), (-4, 0), (-63, -23)]
+)
+def test_boxes_start_at_multiples_of_16_bytes(direction, column, row):
+    """Also where they begin outside the array."""
+    text = f"a box at column={column}, not at a multiple of 8"
+    stops(copying(direction), of_50_by_72(), column, row, match=text, **ONE_THREAD)
+
+
+@pytest.mark.parametrize(
+    "column, row, wrong",
+    [
+        (-8, 3, "column=-8"),
+        (-64, 0, "column=-64"),
+        (-200, -100, "column=-200"),
+        (0, -5, "row=-5"),
+        (0, -24, "row=-24"),
+        (72, -1, "row=-1"),
+    ],
+)
+def test_only_loads_start_before_the_array(column, row, wrong):
+    """By rows or by columns, with a part in the array or without."""
+    simulate_function(copying("load"), of_50_by_72(), column, row, **ONE_THREAD)
+    text = f"a store to a box at {wrong}, before the array"
+    stops(copying("store"), of_50_by_72(), column, row, match=text, **ONE_THREAD)
+
+
 def test_a_block_must_not_end_with_copies_in_flight():
     """A load, a store that was not committed, one that was not waited for."""
 

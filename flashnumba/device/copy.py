@@ -9,6 +9,7 @@ from functools import cache
 import numpy as np
 from numba import cuda
 
+from flashnumba.device.pipeline import lane_index
 from flashnumba.ptx.barrier import mbarrier_arrive, mbarrier_arrive_expect_tx
 from flashnumba.ptx.layout import swizzle128
 from flashnumba.ptx.shared import fence_proxy_async, ld_shared_u16, st_shared_u32
@@ -17,6 +18,7 @@ from flashnumba.ptx.tma import (
     cp_async_bulk_tensor_load,
     cp_async_bulk_tensor_store,
     cp_async_bulk_wait_group_read,
+    fence_proxy_tensormap,
 )
 
 i32, u32 = np.int32, np.uint32
@@ -24,13 +26,21 @@ i32, u32 = np.int32, np.uint32
 
 @cache
 def copies(head_dim, tma):
-    """(load_tile, store_tile), for a whole warp. With `tma` arrays are not read, else not maps."""
+    """(see_map, load_tile, store_tile), for a whole warp; without `tma` maps are not read.
+
+    `see_map` comes before the first use of a map.
+    """
     SUBTILES = head_dim // 64
+
+    @cuda.jit(device=True, forceinline=True)
+    def see_map(x_map):
+        if tma:
+            fence_proxy_tensormap(x_map)
 
     @cuda.jit(device=True, forceinline=True)
     def load_tile(target, x, x_map, full, rows, row0, h, b):
         """`rows` rows of a head, zeros past the array; the barrier `full` tells when."""
-        lane = i32(cuda.threadIdx.x) % i32(32)
+        lane = lane_index()
         if tma:
             if lane == 0:
                 mbarrier_arrive_expect_tx(full, u32(2 * head_dim * rows))
@@ -56,7 +66,7 @@ def copies(head_dim, tma):
     @cuda.jit(device=True, forceinline=True)
     def store_tile(x, x_map, source, rows, row0, h, b):
         """`rows` rows of a head, except those past the array; `source` may be reused after."""
-        lane = i32(cuda.threadIdx.x) % i32(32)
+        lane = lane_index()
         if tma:
             if lane == 0:
                 for i in range(SUBTILES):
@@ -71,4 +81,4 @@ def copies(head_dim, tma):
                     x[b, row0 + row, h, column] = np.uint16(ld_shared_u16(source + u32(at)))
         cuda.syncwarp()
 
-    return load_tile, store_tile
+    return see_map, load_tile, store_tile

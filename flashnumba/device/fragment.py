@@ -9,6 +9,7 @@ from functools import cache
 import numpy as np
 from numba import cuda
 
+from flashnumba.device.pipeline import lane_index
 from flashnumba.ptx.layout import swizzle128
 from flashnumba.ptx.shared import fence_proxy_async, stmatrix_x4
 from flashnumba.ptx.thread import cvt_bf16x2, cvt_f16x2
@@ -55,11 +56,11 @@ def output(dtype, head_dim, rows):
     @cuda.jit(device=True, forceinline=True)
     def to_shared(acc, tile, row):
         """acc as halves to a tile in 128-byte swizzle, where this warp's rows start with `row`."""
-        lane = i32(cuda.threadIdx.x) % i32(32)
+        lane = u32(lane_index())
+        start = tile + u32(swizzle128((u32(row) + (lane & u32(15))) << u32(7) | lane & u32(16)))
         for i in range(head_dim // 16):
-            at = 128 * (row + lane % 16) + 32 * (i % 4) + 16 * (lane // 16)
             stmatrix_x4(
-                tile + u32(128 * rows * (i // 4) + swizzle128(at)),
+                (start ^ u32(i % 4 * 32)) + u32(i // 4 * 128 * rows),
                 pack(acc[8 * i], acc[8 * i + 1]),
                 pack(acc[8 * i + 2], acc[8 * i + 3]),
                 pack(acc[8 * i + 4], acc[8 * i + 5]),

@@ -10,6 +10,7 @@ from functools import cache
 import numpy as np
 from numba import cuda
 
+from flashnumba.device.pipeline import lane_index
 from flashnumba.ptx.layout import swizzle128
 from flashnumba.ptx.shared import (
     fence_proxy_async,
@@ -39,7 +40,7 @@ def guard(dtype, rows, head_dim):
     @cuda.jit(device=True, forceinline=True)
     def clean(v_tile, worker, workers):
         """A warp's part of a tile, a lane a row; True if anything was not finite."""
-        lane = i32(cuda.threadIdx.x) % i32(32)
+        lane = lane_index()
         x = cuda.local.array(4, np.uint32)
         found = False
         for part in range(worker, PARTS, workers):
@@ -68,15 +69,19 @@ def guard(dtype, rows, head_dim):
     @cuda.jit(device=True, forceinline=True)
     def restore(o_tile, o_rows, v_row, first, last):
         """A warp adds what is not finite in a row (head_dim,) of V to rows [first, last) of O."""
-        lane = i32(cuda.threadIdx.x) % i32(32)
-        for column in range(lane, i32(v_row.shape[0]), i32(32)):
+        column = u32(lane_index())
+        while column < u32(v_row.shape[0]):
             half = u32(v_row[column])
             if half & u32(INF) == u32(INF):
-                for row in range(first, last):
-                    at = 128 * row + column % 64 * 2
-                    at = o_tile + u32(column // 64 * 128 * o_rows + swizzle128(at))
+                subtile = o_tile + u32(128 * o_rows) * (column >> u32(6))
+                row = first
+                while row < last:
+                    at = u32(row) << u32(7) | (column & u32(63)) << u32(1)
+                    at = subtile + u32(swizzle128(at))
                     old = ld_shared_u16(at)
                     finite = old & u32(INF) != u32(INF)
                     st_shared_u16(at, half if finite or old == half else u32(0x7FFF))
+                    row = i32(row + 1)
+            column = u32(column + u32(32))
 
     return clean, restore

@@ -11,7 +11,13 @@ from numba import cuda
 
 from flashnumba.ptx.barrier import mbarrier_arrive, mbarrier_wait
 
-u32 = np.uint32
+i32, u32 = np.int32, np.uint32
+
+
+@cuda.jit(device=True, forceinline=True)
+def lane_index():
+    """This thread's lane of its warp, 0..31. (A signed % would be computed in 64 bits.)"""
+    return i32(u32(cuda.threadIdx.x) & u32(31))
 
 
 @cache

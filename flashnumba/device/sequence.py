@@ -14,7 +14,7 @@ from flashnumba.window import alignment, interval, tiles
 
 # The numbers that describe a work: its rows, the key tiles that they visit, and whether V was
 # cleaned there (device/guard.py).
-ROW0, HEAD, BATCH, BEGIN, FULL_BEGIN, FULL_END, END, Q_LENGTH, KV_LENGTH, BAD = range(10)
+ROW0, HEAD, KV_HEAD, BATCH, BEGIN, FULL_BEGIN, FULL_END, END, Q_LENGTH, KV_LENGTH, BAD = range(11)
 DESCRIPTION_BYTES = 48
 i32, u32 = np.int32, np.uint32
 

@@ -9,6 +9,7 @@ from flashnumba.ptx.thread import ex2, max_f32
 
 ALL_LANES = 0xFFFFFFFF
 MINUS_INF, ZERO = np.float32(-np.inf), np.float32(0)
+GROWTH = np.float32(8)
 LARGE = np.float32(4096)  # whose rounding is 2^-13, a quarter of float16's
 
 
@@ -32,33 +33,61 @@ def online_softmax(columns):
     COLUMNS_8 = columns // 8
 
     @cuda.jit(device=True, forceinline=True)
-    def softmax(s, m, l, a, scale):
-        """s becomes p; m and l move on, and a is what acc has to be multiplied by.
+    def raise_m(s_max, m, l, a, shift, scale):
+        """m' = max(m, max s), a = e^(m - m'), l' = a l; `shift` is what exponents are reduced by.
 
-        m' = max(m, max s), a = e^(m - m'), p = e^(s - m'), l' = a l + sum p, with exponentials to
-        base 2 and `scale` = scale * log2(e), so that one FMA comes before each. l is this lane's
-        part of the sum. A row that has seen nothing keeps m = -inf; subtracting 0 gives p = 0.
+        A row that has seen nothing keeps m = -inf; subtracting 0 gives p = 0. True if in some row
+        of the warp m * scale is so large that its rounding would show: there m is subtracted first
+        and `shift` is 0.
         """
+        large = False
         for r in range(2):
-            m_new = m[r]
-            for j in range(COLUMNS_8):
-                m_new = max_f32(m_new, max_f32(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]))
-            m_new = row_max(m_new)
+            m_new = max_f32(m[r], s_max[r])
             m_safe = m_new if m_new != MINUS_INF else ZERO
             a[r] = ex2((m[r] - m_safe) * scale)
-            m[r] = m_new
-            # The FMA below is off by the rounding of m * scale: subtract first where that is large.
-            m_scaled = m_safe * scale
-            if m_scaled > LARGE or m_scaled < -LARGE:
-                m_scaled = ZERO
-                for j in range(COLUMNS_8):
-                    for x in range(2):
-                        s[4 * j + 2 * r + x] -= m_safe
             l[r] *= a[r]
-            for j in range(COLUMNS_8):
-                for x in range(2):
-                    p = ex2(s[4 * j + 2 * r + x] * scale - m_scaled)
-                    s[4 * j + 2 * r + x] = p
-                    l[r] += p
+            m[r], shift[r] = m_new, m_safe * scale
+            if abs(shift[r]) > LARGE:
+                shift[r], large = ZERO, True
+        return cuda.any_sync(ALL_LANES, large)
+
+    @cuda.jit(device=True, forceinline=True)
+    def softmax(s, m, l, a, shift, large, scale):
+        """s becomes p = e^(s - m), l' = l + sum p, after m is raised; (raised, large).
+
+        Exponentials are to base 2 and `scale` = scale * log2(e), so that one FMA comes before each.
+        l is this lane's part of the sum. m follows the maximum only when p would be beyond 2^8 in
+        some row of the warp: o and lse are the same with any m near the maximum, and seldom does
+        anything wait for it. If `raised`, acc has to be multiplied by a.
+        """
+        part = cuda.local.array(4, np.float32)  # by row and parity of the column: 4 short chains
+        s_max = cuda.local.array(2, np.float32)
+        for i in range(4):
+            part[i] = s[i]
+        for j in range(1, COLUMNS_8):
+            for i in range(4):
+                part[i] = max_f32(part[i], s[4 * j + i])
+        for r in range(2):
+            s_max[r] = row_max(max_f32(part[2 * r], part[2 * r + 1]))
+        growth = max_f32(s_max[0] - m[0], s_max[1] - m[1])
+        raised = cuda.any_sync(ALL_LANES, growth * scale > GROWTH)
+        if raised:
+            large = raise_m(s_max, m, l, a, shift, scale)
+        if large:
+            for r in range(2):
+                if shift[r] == ZERO and m[r] != MINUS_INF:
+                    for j in range(COLUMNS_8):
+                        for x in range(2):
+                            s[4 * j + 2 * r + x] -= m[r]
+        for i in range(4):
+            part[i] = ZERO
+        for j in range(COLUMNS_8):
+            for i in range(4):
+                p = ex2(s[4 * j + i] * scale - shift[i // 2])
+                s[4 * j + i] = p
+                part[i] += p
+        for r in range(2):
+            l[r] += part[2 * r] + part[2 * r + 1]
+        return raised, large
 
     return softmax

@@ -40,7 +40,7 @@ from flashnumba.config import Kernel
 from flashnumba.device.copy import copies
 from flashnumba.device.fragment import output, scores
 from flashnumba.device.guard import guard
-from flashnumba.device.pipeline import event
+from flashnumba.device.pipeline import event, lane_index
 from flashnumba.device.sequence import (
     BAD,
     BATCH,
@@ -50,12 +50,12 @@ from flashnumba.device.sequence import (
     FULL_BEGIN,
     FULL_END,
     HEAD,
+    KV_HEAD,
     KV_LENGTH,
     Q_LENGTH,
     ROW0,
     alignment,
     descriptions,
-    interval,
     length,
     place,
     tiles,
@@ -71,7 +71,7 @@ from flashnumba.ptx.barrier import (
 )
 from flashnumba.ptx.layout import descriptor_constant, k_major, mn_major
 from flashnumba.ptx.shared import cvta_to_shared, fence_proxy_async, st_shared_f32_if_negative
-from flashnumba.ptx.thread import lg2, rcp
+from flashnumba.ptx.thread import lg2, opaque, rcp
 from flashnumba.ptx.tma import cp_async_bulk_wait_group
 from flashnumba.ptx.wgmma import (
     wgmma_commit_group,
@@ -97,6 +97,7 @@ def make_forward(config):
     S_SIZE, P_SIZE, ACC_SIZE = BLOCK_N // 2, BLOCK_N // 4, D // 2
     K_MAJOR, MN_MAJOR = descriptor_constant(), descriptor_constant(128 * BLOCK_N)
     MINUS_INF, ZERO, LN2 = f32(-np.inf), f32(0), f32(np.log(2))
+    TINY = f32(np.finfo(np.float32).tiny)  # stands for a scale of 0
 
     # Shared memory: Q, K, V, the barriers of each event, the descriptions of works, scratch.
     K_AT = Q_SLOTS * Q_BYTES
@@ -127,7 +128,7 @@ def make_forward(config):
     wait_acc, zero_acc = wgmma_wait_group(0, ACC_SIZE), zero(ACC_SIZE)
     release_registers = setmaxnreg_dec(config.registers[0])
     take_registers = setmaxnreg_inc(config.registers[1])
-    load_tile, store_tile = copies(D, config.tma)
+    see_map, load_tile, store_tile = copies(D, config.tma)
     clean, restore = guard(config.dtype, BLOCK_N, D)
     softmax = online_softmax(BLOCK_N)
     mask, to_halves = scores(config.dtype, BLOCK_N)
@@ -154,20 +155,17 @@ def make_forward(config):
         scale, left, right, upper_left, works, group,
     ):  # fmt: skip
         smem = cvta_to_shared(cuda.shared.array(0, np.uint8, alignment=1024))
-        thread = i32(cuda.threadIdx.x)
-        warp, lane = thread // i32(32), thread % i32(32)
-
-        def kv_head(h):
-            return u32(h) // (u32(lse.shape[1]) // u32(v.shape[2]))
+        thread, lane = u32(cuda.threadIdx.x), lane_index()
+        warp = cuda.shfl_sync(ALL_LANES, i32(thread >> u32(5)), 0)  # the same, and ptxas knows it
 
         def announce(turn, work):
-            """Describe a work in its slot and load its Q; (begin, end, kv_head, b) for K and V."""
-            heads, seqlen_q = i32(lse.shape[1]), i32(lse.shape[2])
-            m_blocks = (seqlen_q + BLOCK_M - 1) // BLOCK_M
-            all_heads = u32(heads * i32(lse.shape[0]))
-            m_block, head = place(u32(work), u32(group), all_heads, u32(m_blocks))
-            row0, h, b = i32(m_block * BLOCK_M), i32(head % u32(heads)), i32(head // u32(heads))
-            q_length = length(q_lengths, b, seqlen_q)
+            """Describe a work in its slot, and load its Q."""
+            heads, seqlen_q = opaque(u32(lse.shape[1])), opaque(u32(lse.shape[2]))
+            m_blocks = u32(seqlen_q + u32(BLOCK_M - 1)) // u32(BLOCK_M)
+            all_heads = u32(heads * u32(lse.shape[0]))
+            m_block, head = place(u32(work), opaque(u32(group)), all_heads, u32(m_blocks))
+            row0, h, b = i32(m_block * BLOCK_M), i32(head % heads), i32(head // heads)
+            q_length = length(q_lengths, b, i32(seqlen_q))
             kv_length = length(kv_lengths, b, v.shape[1])
             offset = alignment(q_length, kv_length, upper_left)
             last = min(row0 + BLOCK_M, q_length) - 1
@@ -179,6 +177,7 @@ def make_forward(config):
             if lane == 0:
                 describe(smem, turn, ROW0, row0)
                 describe(smem, turn, HEAD, h)
+                describe(smem, turn, KV_HEAD, u32(h) // (heads // u32(v.shape[2])))
                 describe(smem, turn, BATCH, b)
                 describe(smem, turn, BEGIN, begin)
                 describe(smem, turn, FULL_BEGIN, full_begin)
@@ -189,48 +188,53 @@ def make_forward(config):
                 describe(smem, turn, BAD, 0)
             cuda.syncwarp()
             load_tile(q_slot(smem, turn), q, q_map, q_full(smem, turn), BLOCK_M, row0, h, b)
-            return i32(begin), i32(end), i32(kv_head(h)), b
 
-        def load_k(n, n_block, h, b):
+        def load_k(turn, n, n_block):
             wait_k_empty(smem, n)
-            row0 = i32(n_block * BLOCK_N)
-            load_tile(k_slot(smem, n), k, k_map, k_full(smem, n), BLOCK_N, row0, h, b)
+            h, b, row0 = field(smem, turn, KV_HEAD), field(smem, turn, BATCH), n_block * BLOCK_N
+            load_tile(k_slot(smem, n), k, k_map, k_full(smem, n), BLOCK_N, i32(row0), h, b)
 
-        def load_v(n, n_block, h, b):
+        def load_v(turn, n, n_block):
             wait_v_empty(smem, n)
-            row0 = i32(n_block * BLOCK_N)
-            load_tile(v_slot(smem, n), v, v_map, v_full(smem, n), BLOCK_N, row0, h, b)
+            h, b, row0 = field(smem, turn, KV_HEAD), field(smem, turn, BATCH), n_block * BLOCK_N
+            load_tile(v_slot(smem, n), v, v_map, v_full(smem, n), BLOCK_N, i32(row0), h, b)
+
+        def load_last_v(turn, n):
+            load_v(turn, n, field(smem, turn, BEGIN))
 
         def load():
             """K is one tile ahead of V, as the consumers use them; with OVERLAP across works."""
             work, turn, n = i32(cuda.blockIdx.x), u32(0), u32(0)
-            begin, h, b = i32(0), i32(0), i32(0)
+            see_map(q_map)
+            see_map(k_map)
+            see_map(v_map)
             while work < works:
                 if not OVERLAP and turn > u32(0):
-                    load_v(n - u32(1), begin, h, b)
-                next_begin, end, next_h, next_b = announce(turn, work)
-                load_k(n, end - 1, next_h, next_b)
+                    load_last_v(turn - u32(1), n - u32(1))
+                announce(turn, work)
+                n_block = i32(field(smem, turn, END) - 1)
+                load_k(turn, n, n_block)
                 if OVERLAP and turn > u32(0):
-                    load_v(n - u32(1), begin, h, b)
-                begin, h, b = next_begin, next_h, next_b
+                    load_last_v(turn - u32(1), n - u32(1))
                 work = i32(0)
                 if lane == 0:
                     work = i32(cuda.atomic.add(counter, 0, 1)) + i32(cuda.gridDim.x)
                 work = cuda.shfl_sync(ALL_LANES, work, 0)
-                for n_block in range(end - 1, begin, -1):
-                    load_k(n + u32(1), n_block - 1, h, b)
-                    load_v(n, n_block, h, b)
+                while n_block > field(smem, turn, BEGIN):
+                    load_k(turn, n + u32(1), i32(n_block - 1))
+                    load_v(turn, n, n_block)
+                    n_block = i32(n_block - 1)
                     n += u32(1)
                 n += u32(1)
                 turn += u32(1)
             if not OVERLAP:
-                load_v(n - u32(1), begin, h, b)
+                load_last_v(turn - u32(1), n - u32(1))
             wait_q_empty(smem, turn)
             if lane == 0:
                 describe(smem, turn, END, 0)  # there is no such work
                 arrive_q(smem, turn)
             if OVERLAP:
-                load_v(n - u32(1), begin, h, b)
+                load_last_v(turn - u32(1), n - u32(1))
             # The last block to end leaves the counter as it was: zeros.
             if lane == 0 and cuda.atomic.add(counter, 1, 1) == cuda.gridDim.x - 1:
                 counter[0] = 0
@@ -240,22 +244,23 @@ def make_forward(config):
             """O += what was kept from it, of the tiles that are masked."""
             for n_block in range(field(smem, turn, BEGIN), field(smem, turn, END)):
                 if masked(smem, turn, n_block):
-                    for key in range(n_block * BLOCK_N, (n_block + 1) * BLOCK_N):
-                        q_length = field(smem, turn, Q_LENGTH)
-                        kv_length = field(smem, turn, KV_LENGTH)
-                        if key < kv_length:
-                            offset = alignment(q_length, kv_length, upper_left)
-                            lo, hi = interval(key, -offset, right, left, q_length)
-                            row0 = field(smem, turn, ROW0)
-                            first, last = i32(max(lo - row0, 0)), i32(min(hi - row0, BLOCK_M))
-                            h = kv_head(field(smem, turn, HEAD))
-                            v_row = v[field(smem, turn, BATCH), key, h]
-                            restore(q_slot(smem, turn), BLOCK_M, v_row, first, last)
+                    key = i32(n_block * BLOCK_N)
+                    end = min(i32(key + BLOCK_N), field(smem, turn, KV_LENGTH))
+                    while key < end:
+                        q_length, row0 = field(smem, turn, Q_LENGTH), field(smem, turn, ROW0)
+                        offset = alignment(q_length, field(smem, turn, KV_LENGTH), upper_left)
+                        row = i32(key - offset - row0)  # sees this key, as do its neighbours
+                        first = max(i32(row - right), i32(0))
+                        last = min(i32(row + left + 1), i32(q_length - row0), i32(BLOCK_M))
+                        v_row = v[field(smem, turn, BATCH), key, field(smem, turn, KV_HEAD)]
+                        restore(q_slot(smem, turn), BLOCK_M, v_row, first, last)
+                        key = i32(key + 1)
             fence_proxy_async()
             cuda.syncwarp()
 
         def store():
             turn = u32(0)
+            see_map(o_map)
             wait_q(smem, turn)
             while field(smem, turn, END) > 0:
                 wait_o(smem, turn)
@@ -275,7 +280,9 @@ def make_forward(config):
             turn, n = u32(0), u32(0)
             wait_q(smem, turn)
             while field(smem, turn, END) > 0:
-                for n_block in range(field(smem, turn, END) - 1, field(smem, turn, BEGIN) - 1, -1):
+                n_block = field(smem, turn, END)
+                while n_block > field(smem, turn, BEGIN):
+                    n_block = i32(n_block - 1)
                     wait_v(smem, n)
                     if masked(smem, turn, n_block) and clean(v_slot(smem, n), warp - 2, 2):
                         if lane == 0:
@@ -294,12 +301,13 @@ def make_forward(config):
             m = cuda.local.array(2, np.float32)
             l = cuda.local.array(2, np.float32)
             a = cuda.local.array(2, np.float32)
-            m_last = cuda.local.array(2, np.float32)
-            l_last = cuda.local.array(2, np.float32)
-            consumer = warp // i32(4) - i32(1)
-            first = thread % i32(128) == 0
-            row = i32(64 * consumer + warp % 4 * 16 + lane // 4)  # and row + 8
-            column = i32(lane % 4 * 2)  # and column + 1, then 8 further, ...
+            shift = cuda.local.array(2, np.float32)
+            inverse = cuda.local.array(2, np.float32)
+            consumer = i32(u32(warp) >> u32(2)) - i32(1)
+            first = thread & u32(127) == 0
+            row0 = i32(warp * 16 - 64)  # of this warp in the tile
+            row = row0 + i32(u32(lane) >> u32(2))  # this thread's, and row + 8
+            column = i32(u32(lane) << u32(1) & u32(6))  # and column + 1, then 8 further, ...
 
             def take_turn():
                 if TURNS:
@@ -307,7 +315,7 @@ def make_forward(config):
 
             def pass_turn():
                 if TURNS:
-                    bar_arrive(u32(2 - consumer), u32(256))
+                    bar_arrive(u32(1 + (consumer + 1) % CONSUMERS), u32(256))
 
             def issue_qk(turn, n):
                 wgmma_fence()
@@ -323,115 +331,136 @@ def make_forward(config):
             def issue_both(turn, n):
                 """s of the tile after n, which belongs to work `turn`, and acc of tile n."""
                 wait_k(smem, n + u32(1))
+                wait_v_ready(smem, n)
                 take_turn()
                 issue_qk(turn, n + u32(1))
-                wait_v_ready(smem, n)
                 issue_pv(n)
                 pass_turn()
-                wait_s(s)
 
             def finish_acc(n):
                 wait_acc(acc)
                 if first:
                     release_v(smem, n)
 
-            def weights(turn, n, n_block):
+            def weights(turn, n, n_block, to_mask, large):
                 """s has arrived: release K, mask, and make it p."""
                 if first:
                     release_k(smem, n)
                 if NEGATIVE:
                     for i in range(S_SIZE):
                         s[i] = -s[i]
-                if masked(smem, turn, n_block):
+                if to_mask:
                     q_length, kv_length = field(smem, turn, Q_LENGTH), field(smem, turn, KV_LENGTH)
+                    start = i32(n_block * BLOCK_N + column)
+                    end = i32(kv_length - start)
                     offset = alignment(q_length, kv_length, upper_left)
-                    q_idx = field(smem, turn, ROW0) + row
-                    start = n_block * BLOCK_N + column
+                    key = i32(field(smem, turn, ROW0) + row + offset - start)
                     for r in range(2):
-                        lo, hi = interval(q_idx + 8 * r, offset, left, right, kv_length)
-                        mask(s, r, i32(lo - start), i32(hi - start))
-                softmax(s, m, l, a, scale)
+                        mask(s, r, i32(key + 8 * r - left), min(i32(key + 8 * r + right + 1), end))
+                raised, large = softmax(s, m, l, a, shift, large, scale)
                 # ptxas would move the wait for acc before the exponentials, and tensor cores and
                 # softmax would no longer overlap (D 256, T 16384: 655 against 732 TFLOP/s). The sum
                 # of exponentials is never negative, so nothing is stored.
                 st_shared_f32_if_negative(smem + u32(SCRATCH_AT), l[0] + l[1])
+                return raised, large
 
             def restart():
                 for r in range(2):
-                    m_last[r], l_last[r] = m[r], l[r]
-                    m[r], l[r] = MINUS_INF, ZERO
+                    m[r], l[r], shift[r] = MINUS_INF, ZERO, ZERO
 
-            def finish(turn):
-                """o = acc / l, lse = m + log l; nothing seen: 0 and -inf."""
+            def close(turn):
+                """lse = m + log l, and 1 / l; nothing seen: -inf, and 0."""
                 for r in range(2):
                     q_idx = field(smem, turn, ROW0) + row + 8 * r
-                    total = row_sum(l_last[r])
+                    total = row_sum(l[r])
                     seen = total != ZERO and q_idx < field(smem, turn, Q_LENGTH)
                     if lane % 4 == 0 and q_idx < lse.shape[2]:
-                        value = m_last[r] * f32(scale * LN2) + lg2(total) * LN2
+                        log_m = m[r] * f32(scale * LN2) if scale > TINY else ZERO
+                        value = log_m + lg2(total) * LN2
                         h, b = field(smem, turn, HEAD), field(smem, turn, BATCH)
                         lse[b, h, q_idx] = value if seen else MINUS_INF
-                    inverse = rcp(total)
-                    for j in range(D // 8):
+                    inverse[r] = rcp(total) if seen else ZERO
+
+            def finish(turn):
+                """o = acc / l."""
+                for j in range(D // 8):
+                    for r in range(2):
                         for x in range(2):
                             i = 4 * j + 2 * r + x
-                            acc[i] = acc[i] * inverse if seen else ZERO
-                to_shared(acc, q_slot(smem, turn), row - lane // 4)
+                            acc[i] = acc[i] * inverse[r] if inverse[r] != ZERO else ZERO
+                to_shared(acc, q_slot(smem, turn), row0)
                 arrive_o(smem, turn)
                 zero_acc(acc)
 
-            def begin_work(turn, n, n_block):
+            def begin_work(turn, n, n_block, to_mask):
                 wait_k(smem, n)
                 take_turn()
                 issue_qk(turn, n)
                 pass_turn()
                 wait_s_alone(s)
-                weights(turn, n, n_block)
+                raised, large = weights(turn, n, n_block, to_mask, False)
                 to_halves(p, s)
+                return large
 
-            if TURNS and consumer == 1:
+            if TURNS and consumer == CONSUMERS - 1:
                 bar_arrive(u32(1), u32(256))  # the first turn is consumer 0's
             turn, n = u32(0), u32(0)
             for i in range(P_SIZE):
                 p[i] = u32(0)
             zero_acc(acc)
             restart()
+            large = False
             wait_q(smem, turn)
             end = field(smem, turn, END)
+            full_begin, full_end = field(smem, turn, FULL_BEGIN), field(smem, turn, FULL_END)
             if end > 0:
-                begin_work(turn, n, end - 1)
+                large = begin_work(turn, n, end - 1, not full_begin < end <= full_end)
             while end > 0:
                 begin = field(smem, turn, BEGIN)
-                for n_block in range(end - 2, begin - 1, -1):
+                n_block = i32(end - 2)
+                while n_block >= begin:
                     issue_both(turn, n)
-                    weights(turn, n + u32(1), n_block)
+                    to_mask = not full_begin <= n_block < full_end
+                    wait_s(s)
+                    raised, large = weights(turn, n + u32(1), n_block, to_mask, large)
                     finish_acc(n)
                     to_halves(p, s)
-                    rescale(acc, a)
+                    if raised:
+                        rescale(acc, a)
                     n += u32(1)
+                    n_block = i32(n_block - 1)
+                turn += u32(1)
                 if OVERLAP:
-                    wait_q(smem, turn + u32(1))
-                    end = field(smem, turn + u32(1), END)
+                    wait_q(smem, turn)
+                    end = field(smem, turn, END)
+                    full_begin = field(smem, turn, FULL_BEGIN)
+                    full_end = field(smem, turn, FULL_END)
+                to_mask = not full_begin < end <= full_end
                 if OVERLAP and end > 0:
-                    issue_both(turn + u32(1), n)
+                    issue_both(turn, n)
+                    close(turn - u32(1))
                     restart()
-                    weights(turn + u32(1), n + u32(1), end - 1)
+                    wait_s(s)
+                    raised, large = weights(turn, n + u32(1), end - 1, to_mask, False)
                     finish_acc(n)
-                    finish(turn)
+                    finish(turn - u32(1))
                     to_halves(p, s)
                 else:
                     wait_v_ready(smem, n)
                     issue_pv(n)
-                    finish_acc(n)
+                    close(turn - u32(1))
                     restart()
-                    finish(turn)
+                    finish_acc(n)
+                    finish(turn - u32(1))
                     if not OVERLAP:
-                        wait_q(smem, turn + u32(1))
-                        end = field(smem, turn + u32(1), END)
+                        wait_q(smem, turn)
+                        end = field(smem, turn, END)
+                        full_begin = field(smem, turn, FULL_BEGIN)
+                        full_end = field(smem, turn, FULL_END)
+                        to_mask = not full_begin < end <= full_end
                         if end > 0:
-                            begin_work(turn + u32(1), n + u32(1), end - 1)
+                            large = begin_work(turn, n + u32(1), end - 1, to_mask)
                 n += u32(1)
-                turn += u32(1)
 
         if thread == 0:
             for i in range(Q_SLOTS):
@@ -463,7 +492,7 @@ def make_forward(config):
     signature = types.void(
         x, x, types.Array(types.uint16, 4, "A"), x, types.Array(types.float32, 3, "A"),
         *[types.uint64 if config.tma else types.none] * 4, n, n, types.Array(types.int32, 1, "A"),
-        types.float32, types.int64, types.int64, types.int64, types.int32, types.int32,
+        types.float32, types.int32, types.int32, types.int64, types.int32, types.int32,
     )  # fmt: skip
     key = f"wgmma forward {config}"
     return Kernel(key, forward, signature, config.threads, config.shared_bytes, "a")

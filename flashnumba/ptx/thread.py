@@ -52,6 +52,15 @@ def cvt_bf16x2(low: f32, high: f32) -> u32:
     return np.uint32(high << 16 | low)
 
 
+@instruction("mov.b32 {d}, {a};")
+def opaque(a: u32) -> u32:
+    """a. Compilers cannot know that, so what depends on it is computed here and not earlier.
+
+    Else what a loop computes anew from kernel parameters is kept in registers all along.
+    """
+    return np.uint32(a)
+
+
 def _flushed(x):
     """Subnormal numbers become 0 of the same sign."""
     return np.copysign(np.float32(0), x) if abs(x) < np.finfo(np.float32).tiny else x

@@ -3,6 +3,10 @@
 A box is `rows` x 64 halves of one head (tensormap.py). In shared memory each row takes 128 bytes,
 swizzled. The simulator fills a load's destination with NaN at once, and with data when nothing else
 can move; a store reads its source when its issuer waits for it.
+
+A box starts at a column that is a multiple of 8, which is 16 bytes. It may reach past the array or
+lie beyond it; only a load's may start before it. The H200 calls other columns and rows an illegal
+instruction.
 """
 
 import numpy as np
@@ -65,6 +69,8 @@ def overlap(tensor, column, row, head, batch):
     bits = tensor.array.view(np.uint16)
     size_b, size_s, size_h, size_d = bits.shape
     rows, columns = inside(row, tensor.rows, size_s), inside(column, COLUMNS, size_d)
+    if column % 8:
+        raise SimulatorError(f"a box at {column=}, not at a multiple of 8 (16 bytes)")
     if not (0 <= head < size_h and 0 <= batch < size_b):
         raise SimulatorError(f"a box at {head=} {batch=} of an array {bits.shape}")
     place = (
@@ -81,7 +87,10 @@ def overlap(tensor, column, row, head, batch):
 def cp_async_bulk_tensor_load(
     target: u32, tensor: u64, barrier: u32, column: i32, row: i32, head: i32, batch: i32
 ):
-    """Load a box; its rows * 128 bytes count at the mbarrier, zeros outside the array included."""
+    """Load a box; its rows * 128 bytes count at the mbarrier, zeros outside the array included.
+
+    `column` is a multiple of 8; it and `row` may be negative.
+    """
     smem, done = memory(), mbarrier(barrier)
     where = addresses(target, tensor.rows)
     smem.scatter(where, np.full(where.shape, 0xFFFF, np.uint16))
@@ -103,9 +112,15 @@ def cp_async_bulk_tensor_load(
 def cp_async_bulk_tensor_store(
     tensor: u64, source: u32, column: i32, row: i32, head: i32, batch: i32
 ):
-    """Store a box, except what lies outside the array."""
+    """Store a box, except what lies outside the array.
+
+    `column` is a multiple of 8; neither it nor `row` is negative.
+    """
     smem, where = memory(), addresses(source, tensor.rows)
     part, place = overlap(tensor, int(column), int(row), int(head), int(batch))
+    for name, start in (("column", int(column)), ("row", int(row))):
+        if start < 0:
+            raise SimulatorError(f"a store to a box at {name}={start}, before the array")
     reading = smem.reader()
 
     def read():
@@ -113,6 +128,14 @@ def cp_async_bulk_tensor_store(
             part[...] = smem.gather(where)[place]
 
     current_block().part(Copies).store(read)
+
+
+@instruction("fence.proxy.tensormap::generic.acquire.gpu [{tensor}], 128;")
+def fence_proxy_tensormap(tensor: u64):
+    """See the description of an array as an earlier kernel wrote it: once a block, before its use.
+
+    TMA keeps descriptions in a cache of its own, which nothing else tells of writes.
+    """
 
 
 @instruction("cp.async.bulk.commit_group;")
