@@ -124,7 +124,6 @@ class WgmmaConfig:
     block_n: int
     stages: int  # tiles of K, and as many of V, in shared memory
     q_slots: int  # tiles of Q; with 2, one tile of rows begins while the one before it ends
-    turns: bool  # consumers take turns at the tensor cores
     tma: bool  # q, k, v and o can be addressed by TMA
     negative: bool = False  # scale is below 0: scores are negated first
 
@@ -162,35 +161,25 @@ class WgmmaConfig:
         return tiles + 1024  # barriers, descriptions of works, scratch
 
 
-def choose_wgmma(dtype, head_dim, tma, negative=False, short=False, masked=False):
-    """The tile configuration of the Hopper forward for one problem; `short`: below 2048 keys."""
+def choose_wgmma(dtype, head_dim, tma, negative=False):
+    """The tile configuration of the Hopper forward for one problem."""
     width = next(size for size in (64, 128, 256) if head_dim <= size)
     # H200, bfloat16, ratio to cuDNN in the same run at T 1024 / 4096 / 16384:
-    #                                  full                 causal
-    #     D  64   2 consumers, turns   0.91  0.88  0.91     0.87  0.95  0.96
-    #             3 consumers, turns   1.01  1.10  1.17     0.81  1.04  1.14
-    #             3 consumers          0.98  1.11  1.17     0.79  1.02  1.15
-    #     D 128   turns                0.98  1.03  1.02     1.03  1.08  1.08
-    #             none                 0.94  1.04  1.04     1.00  1.17  1.14
-    #             none, keys 176       0.80  0.97  1.04     0.74  1.02  1.14
-    #     D 256   turns                0.97  1.10  1.16     0.90  1.04  1.13
-    #             none                 0.97  1.09  1.16     0.88  1.06  1.14
+    #                             full                 causal
+    #     D  64   2 consumers     0.94  0.90  0.93     0.86  0.96  0.99
+    #             3 consumers     1.06  1.13  1.16     0.94  1.12  1.19
+    #     D 128   keys 128        1.00  1.05  1.03     1.02  1.10  1.11
+    #             keys 176        0.80  0.97  1.04     0.74  1.02  1.14
+    #     D 256   keys 80         1.02  1.06  1.16     0.89  1.07  1.15
     # At D 128 keys of 176 leave no room for a second Q. At D 256 keys of 64 came out behind those
     # of 80 once softmax and products overlapped (626 against 732 TFLOP/s, T 16384, in another run).
+    # Consumers that take turns at the tensor cores, one's softmax beside the other's products, are
+    # no faster: they fall out of step by themselves (D 128, T 4096: 1.02 and 0.97 with turns).
     # Without TMA the producer needs registers that fewer keys and consumers leave it.
     block_n = {64: 128, 128: 128 if tma else 96, 256: 80 if tma else 32}[width]
-    three = width == 64 and tma and not (short and masked)
-    return WgmmaConfig(
-        dtype,
-        width,
-        consumers=3 if three else 2,
-        block_n=block_n,
-        stages=4 if three else 2,
-        q_slots=1 if width == 256 else 2,
-        turns=short or width == 64,
-        tma=tma,
-        negative=negative,
-    )
+    consumers, stages = (3, 4) if width == 64 and tma else (2, 2)
+    q_slots = 1 if width == 256 else 2
+    return WgmmaConfig(dtype, width, consumers, block_n, stages, q_slots, tma, negative)
 
 
 L2_BUDGET = 16 << 20  # bytes

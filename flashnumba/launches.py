@@ -6,15 +6,13 @@ from flashnumba import runtime
 from flashnumba.config import choose_simt, choose_wgmma, heads_together
 from flashnumba.tensormap import TensorMap
 
-SHORT = 2048  # keys
 FAR = 1 << 30  # further than any key is from any query here, and small enough for 32 bits
 
 
 def config_of(p, name):
     """The tile configuration of a kernel. Hopper's backward will be a case of its own."""
     if p.wgmma and name == "forward":
-        short = p.k.shape[1] < SHORT
-        return choose_wgmma(p.dtype, p.q.shape[3], p.tma, p.scale < 0, short, p.masked)
+        return choose_wgmma(p.dtype, p.q.shape[3], p.tma, p.scale < 0)
     return choose_simt(p.dtype, p.q.shape[3], p.v.shape[3], p.simulated)
 
 

@@ -39,7 +39,8 @@ def copies(head_dim, tma):
 
     @cuda.jit(device=True, forceinline=True)
     def load_tile(target, x, x_map, full, rows, row0, h, b):
-        """`rows` rows of a head, zeros past the array; the barrier `full` tells when."""
+        """`rows` rows of a head, zeros past the array; `full` tells when, by an arrival
+        of one lane with TMA, else of all."""
         lane = lane_index()
         if tma:
             if lane == 0:
@@ -59,9 +60,7 @@ def copies(head_dim, tma):
                 at = column // 64 * 128 * rows + swizzle128(128 * row + column % 64 * 2)
                 st_shared_u32(target + u32(at), bits)
             fence_proxy_async()
-            cuda.syncwarp()
-            if lane == 0:
-                mbarrier_arrive(full)
+            mbarrier_arrive(full)
 
     @cuda.jit(device=True, forceinline=True)
     def store_tile(x, x_map, source, rows, row0, h, b):

@@ -12,10 +12,12 @@ from numba.cuda.extending import register_jitable
 from flashnumba.ptx.shared import ld_shared_u32, st_shared_u32
 from flashnumba.window import alignment, interval, tiles
 
-# The numbers that describe a work: its rows, the key tiles that they visit, and whether V was
-# cleaned there (device/guard.py).
-ROW0, HEAD, KV_HEAD, BATCH, BEGIN, FULL_BEGIN, FULL_END, END, Q_LENGTH, KV_LENGTH, BAD = range(11)
-DESCRIPTION_BYTES = 48
+# The numbers that describe a work: the key tiles that the 64 rows of consumers 0, 1 and 2 visit and
+# those that all its rows do, four numbers each; its rows; whether V was cleaned (device/guard.py).
+CONSUMER_TILES, ALL_ROWS = 4, 3
+BEGIN, FULL_BEGIN, FULL_END, END = range(CONSUMER_TILES * ALL_ROWS, CONSUMER_TILES * ALL_ROWS + 4)
+ROW0, HEAD, KV_HEAD, BATCH, Q_LENGTH, KV_LENGTH, BAD = range(END + 1, END + 8)
+DESCRIPTION_BYTES = 96
 i32, u32 = np.int32, np.uint32
 
 for function in (alignment, interval, tiles):

@@ -17,8 +17,9 @@ together, so the tensor cores multiply p v while the softmax of the newer scores
     wait for acc                 acc *= a
 
 With two slots for Q this runs on across works: the first s of the next work is issued with the last
-acc of this one. Besides, two warpgroups take turns: one computes its softmax while the other has
-the tensor cores. Key tiles come from the last to the first, so causal's masked tile is the first.
+acc of this one. Consumers fall out of step by themselves: one computes its softmax while another
+has the tensor cores. A key tile that a consumer's rows do not see, others' do, it gives back unused.
+Key tiles come from the last to the first, so causal's masked tile is the first.
 
 Events, by slots of rings (Q has Q_SLOTS; K and V have STAGES):
 
@@ -27,7 +28,7 @@ Events, by slots of rings (Q has Q_SLOTS; K and V have STAGES):
     v_full   V is there                     v_empty   every consumer has added it
     v_ready  ... and guarded                o_full    every consumer has written its O over Q
 
-Source: Shah et al., FlashAttention-3 (2024): warp roles, turns, two products in flight.
+Source: Shah et al., FlashAttention-3 (2024): warp roles, two products in flight.
 """
 
 from functools import cache
@@ -42,13 +43,13 @@ from flashnumba.device.fragment import output, scores
 from flashnumba.device.guard import guard
 from flashnumba.device.pipeline import event, lane_index
 from flashnumba.device.sequence import (
+    ALL_ROWS,
     BAD,
     BATCH,
     BEGIN,
+    CONSUMER_TILES,
     DESCRIPTION_BYTES,
     END,
-    FULL_BEGIN,
-    FULL_END,
     HEAD,
     KV_HEAD,
     KV_LENGTH,
@@ -62,7 +63,6 @@ from flashnumba.device.sequence import (
 )
 from flashnumba.device.softmax import online_softmax, row_sum
 from flashnumba.ptx.barrier import (
-    bar_arrive,
     bar_sync,
     fence_mbarrier_init,
     mbarrier_init,
@@ -92,7 +92,8 @@ def make_forward(config):
     """o and lse."""
     D, BLOCK_M, BLOCK_N = config.head_dim, config.block_m, config.block_n
     CONSUMERS, STAGES, Q_SLOTS = config.consumers, config.stages, config.q_slots
-    TURNS, NEGATIVE, OVERLAP = config.turns, config.negative, config.q_slots > 1
+    LANES = 1 if config.tma else 32  # that arrive for a warp; all, where each moves data itself
+    NEGATIVE, OVERLAP = config.negative, config.q_slots > 1
     Q_BYTES, KV_BYTES = config.q_bytes, config.kv_bytes
     S_SIZE, P_SIZE, ACC_SIZE = BLOCK_N // 2, BLOCK_N // 4, D // 2
     K_MAJOR, MN_MAJOR = descriptor_constant(), descriptor_constant(128 * BLOCK_N)
@@ -168,21 +169,30 @@ def make_forward(config):
             q_length = length(q_lengths, b, i32(seqlen_q))
             kv_length = length(kv_lengths, b, v.shape[1])
             offset = alignment(q_length, kv_length, upper_left)
-            last = min(row0 + BLOCK_M, q_length) - 1
+            # Lane 3 asks for all rows, those before it for one consumer's.
+            first, rows = row0, i32(BLOCK_M)
+            if lane < ALL_ROWS:
+                first, rows = i32(row0 + 64 * lane), i32(64)
             begin, full_begin, full_end, end = tiles(
-                row0, last, offset, left, right, kv_length, BLOCK_N
+                first, min(first + rows, q_length) - 1, offset, left, right, kv_length, BLOCK_N
             )
-            end = max(end, begin + 1)  # a work without keys visits one tile, all of it masked
+            # Rows without keys, and works without, visit one tile, all of it masked.
+            all_begin = cuda.shfl_sync(ALL_LANES, i32(begin), ALL_ROWS)
+            all_end = max(cuda.shfl_sync(ALL_LANES, i32(end), ALL_ROWS), i32(all_begin + 1))
+            begin = min(max(i32(begin), all_begin), i32(all_end - 1))
+            end = min(max(i32(end), i32(begin + 1)), all_end)
             wait_q_empty(smem, turn)
+            if lane <= ALL_ROWS:
+                at = i32(CONSUMER_TILES * lane)
+                describe(smem, turn, at, begin)
+                describe(smem, turn, at + 1, full_begin)
+                describe(smem, turn, at + 2, full_end)
+                describe(smem, turn, at + 3, end)
             if lane == 0:
                 describe(smem, turn, ROW0, row0)
                 describe(smem, turn, HEAD, h)
                 describe(smem, turn, KV_HEAD, u32(h) // (heads // u32(v.shape[2])))
                 describe(smem, turn, BATCH, b)
-                describe(smem, turn, BEGIN, begin)
-                describe(smem, turn, FULL_BEGIN, full_begin)
-                describe(smem, turn, FULL_END, full_end)
-                describe(smem, turn, END, end)
                 describe(smem, turn, Q_LENGTH, q_length)
                 describe(smem, turn, KV_LENGTH, kv_length)
                 describe(smem, turn, BAD, 0)
@@ -232,6 +242,7 @@ def make_forward(config):
             wait_q_empty(smem, turn)
             if lane == 0:
                 describe(smem, turn, END, 0)  # there is no such work
+            if lane < LANES:
                 arrive_q(smem, turn)
             if OVERLAP:
                 load_last_v(turn - u32(1), n - u32(1))
@@ -269,7 +280,7 @@ def make_forward(config):
                 row0, h = field(smem, turn, ROW0), field(smem, turn, HEAD)
                 b = field(smem, turn, BATCH)
                 store_tile(o, o_map, q_slot(smem, turn), BLOCK_M, row0, h, b)
-                if lane == 0:
+                if lane < LANES:
                     release_q(smem, turn)
                 turn += u32(1)
                 wait_q(smem, turn)
@@ -280,15 +291,15 @@ def make_forward(config):
             turn, n = u32(0), u32(0)
             wait_q(smem, turn)
             while field(smem, turn, END) > 0:
-                n_block = field(smem, turn, END)
-                while n_block > field(smem, turn, BEGIN):
+                n_block, begin = field(smem, turn, END), field(smem, turn, BEGIN)
+                while n_block > begin:
                     n_block = i32(n_block - 1)
                     wait_v(smem, n)
                     if masked(smem, turn, n_block) and clean(v_slot(smem, n), warp - 2, 2):
                         if lane == 0:
                             describe(smem, turn, BAD, 1)
                     cuda.syncwarp()  # no lane reads the description after the last arrival
-                    if lane == 0:
+                    if lane < LANES:
                         arrive_v_ready(smem, n)
                     n += u32(1)
                 turn += u32(1)
@@ -309,14 +320,6 @@ def make_forward(config):
             row = row0 + i32(u32(lane) >> u32(2))  # this thread's, and row + 8
             column = i32(u32(lane) << u32(1) & u32(6))  # and column + 1, then 8 further, ...
 
-            def take_turn():
-                if TURNS:
-                    bar_sync(u32(1 + consumer), u32(256))
-
-            def pass_turn():
-                if TURNS:
-                    bar_arrive(u32(1 + (consumer + 1) % CONSUMERS), u32(256))
-
             def issue_qk(turn, n):
                 wgmma_fence()
                 q_tile = q_slot(smem, turn) + u32(64 * 128) * u32(consumer)
@@ -328,14 +331,12 @@ def make_forward(config):
                 gemm_pv(acc, p, descriptor(MN_MAJOR, v_slot(smem, n)))
                 wgmma_commit_group()
 
-            def issue_both(turn, n):
-                """s of the tile after n, which belongs to work `turn`, and acc of tile n."""
-                wait_k(smem, n + u32(1))
+            def issue_both(turn, n_next, n):
+                """s of tile n_next, which belongs to work `turn`, and acc of tile n before it."""
+                wait_k(smem, n_next)
                 wait_v_ready(smem, n)
-                take_turn()
-                issue_qk(turn, n + u32(1))
+                issue_qk(turn, n_next)
                 issue_pv(n)
-                pass_turn()
 
             def finish_acc(n):
                 wait_acc(acc)
@@ -392,18 +393,39 @@ def make_forward(config):
                 arrive_o(smem, turn)
                 zero_acc(acc)
 
+            def tiles_of(turn):
+                """For these rows: tiles before them, (begin, full_begin, full_end, end), the last."""
+                at = i32(CONSUMER_TILES * consumer)
+                begin, end = field(smem, turn, at), field(smem, turn, at + 3)
+                full_begin, full_end = field(smem, turn, at + 1), field(smem, turn, at + 2)
+                before = i32(field(smem, turn, END) - end)
+                return before, begin, full_begin, full_end, end, field(smem, turn, BEGIN)
+
+            def skip(n, tiles):
+                """Give back tiles that only other consumers need; what comes after them.
+
+                All warps must have waited before one gives back: where a barrier is two phases on,
+                a wait cannot tell.
+                """
+                while tiles > 0:
+                    wait_k(smem, n)
+                    wait_v_ready(smem, n)
+                    bar_sync(u32(1 + consumer), u32(128))
+                    if first:
+                        release_k(smem, n)
+                        release_v(smem, n)
+                    n += u32(1)
+                    tiles = i32(tiles - 1)
+                return n
+
             def begin_work(turn, n, n_block, to_mask):
                 wait_k(smem, n)
-                take_turn()
                 issue_qk(turn, n)
-                pass_turn()
                 wait_s_alone(s)
                 raised, large = weights(turn, n, n_block, to_mask, False)
                 to_halves(p, s)
                 return large
 
-            if TURNS and consumer == CONSUMERS - 1:
-                bar_arrive(u32(1), u32(256))  # the first turn is consumer 0's
             turn, n = u32(0), u32(0)
             for i in range(P_SIZE):
                 p[i] = u32(0)
@@ -411,15 +433,14 @@ def make_forward(config):
             restart()
             large = False
             wait_q(smem, turn)
-            end = field(smem, turn, END)
-            full_begin, full_end = field(smem, turn, FULL_BEGIN), field(smem, turn, FULL_END)
-            if end > 0:
+            before, begin, full_begin, full_end, end, bottom = tiles_of(turn)
+            if field(smem, turn, END) > 0:
+                n = skip(n, before)
                 large = begin_work(turn, n, end - 1, not full_begin < end <= full_end)
-            while end > 0:
-                begin = field(smem, turn, BEGIN)
+            while field(smem, turn, END) > 0:
                 n_block = i32(end - 2)
                 while n_block >= begin:
-                    issue_both(turn, n)
+                    issue_both(turn, n + u32(1), n)
                     to_mask = not full_begin <= n_block < full_end
                     wait_s(s)
                     raised, large = weights(turn, n + u32(1), n_block, to_mask, large)
@@ -429,22 +450,25 @@ def make_forward(config):
                         rescale(acc, a)
                     n += u32(1)
                     n_block = i32(n_block - 1)
+                after = i32(begin - bottom)
                 turn += u32(1)
+                more = False
                 if OVERLAP:
                     wait_q(smem, turn)
-                    end = field(smem, turn, END)
-                    full_begin = field(smem, turn, FULL_BEGIN)
-                    full_end = field(smem, turn, FULL_END)
+                    before, begin, full_begin, full_end, end, bottom = tiles_of(turn)
+                    more = field(smem, turn, END) > 0
                 to_mask = not full_begin < end <= full_end
-                if OVERLAP and end > 0:
-                    issue_both(turn, n)
+                if more and after == 0 and before <= STAGES - 2:  # acc holds V of n up meanwhile
+                    n_next = skip(n + u32(1), before)
+                    issue_both(turn, n_next, n)
                     close(turn - u32(1))
                     restart()
                     wait_s(s)
-                    raised, large = weights(turn, n + u32(1), end - 1, to_mask, False)
+                    raised, large = weights(turn, n_next, end - 1, to_mask, False)
                     finish_acc(n)
                     finish(turn - u32(1))
                     to_halves(p, s)
+                    n = n_next
                 else:
                     wait_v_ready(smem, n)
                     issue_pv(n)
@@ -452,26 +476,26 @@ def make_forward(config):
                     restart()
                     finish_acc(n)
                     finish(turn - u32(1))
+                    n = skip(n + u32(1), after)
                     if not OVERLAP:
                         wait_q(smem, turn)
-                        end = field(smem, turn, END)
-                        full_begin = field(smem, turn, FULL_BEGIN)
-                        full_end = field(smem, turn, FULL_END)
+                        before, begin, full_begin, full_end, end, bottom = tiles_of(turn)
                         to_mask = not full_begin < end <= full_end
-                        if end > 0:
-                            large = begin_work(turn, n + u32(1), end - 1, to_mask)
-                n += u32(1)
+                        more = field(smem, turn, END) > 0
+                    if more:
+                        n = skip(n, before)
+                        large = begin_work(turn, n, end - 1, to_mask)
 
         if thread == 0:
             for i in range(Q_SLOTS):
-                mbarrier_init(q_full(smem, u32(i)), u32(1))
-                mbarrier_init(q_empty(smem, u32(i)), u32(1))
+                mbarrier_init(q_full(smem, u32(i)), u32(LANES))
+                mbarrier_init(q_empty(smem, u32(i)), u32(LANES))
                 mbarrier_init(o_full(smem, u32(i)), u32(128 * CONSUMERS))
             for i in range(STAGES):
-                mbarrier_init(k_full(smem, u32(i)), u32(1))
+                mbarrier_init(k_full(smem, u32(i)), u32(LANES))
                 mbarrier_init(k_empty(smem, u32(i)), u32(CONSUMERS))
-                mbarrier_init(v_full(smem, u32(i)), u32(1))
-                mbarrier_init(v_ready(smem, u32(i)), u32(2))
+                mbarrier_init(v_full(smem, u32(i)), u32(LANES))
+                mbarrier_init(v_ready(smem, u32(i)), u32(2 * LANES))
                 mbarrier_init(v_empty(smem, u32(i)), u32(CONSUMERS))
             fence_mbarrier_init()
         cuda.syncthreads()
