@@ -18,8 +18,8 @@ together, so the tensor cores multiply p v while the softmax of the newer scores
 
 With two slots for Q this runs on across works: the first s of the next work is issued with the last
 acc of this one. Consumers fall out of step by themselves: one computes its softmax while another
-has the tensor cores. A key tile that a consumer's rows do not see, others' do, it gives back unused.
-Key tiles come from the last to the first, so causal's masked tile is the first.
+has the tensor cores. Key tiles come from the last to the first, so causal's masked tile is the
+first; a tile that only other consumers' rows see is given back unused.
 
 Events, by slots of rings (Q has Q_SLOTS; K and V have STAGES):
 
@@ -394,7 +394,7 @@ def make_forward(config):
                 zero_acc(acc)
 
             def tiles_of(turn):
-                """For these rows: tiles before them, (begin, full_begin, full_end, end), the last."""
+                """Tiles to skip before these rows', their four numbers, the last of all rows."""
                 at = i32(CONSUMER_TILES * consumer)
                 begin, end = field(smem, turn, at), field(smem, turn, at + 3)
                 full_begin, full_end = field(smem, turn, at + 1), field(smem, turn, at + 2)
