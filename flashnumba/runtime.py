@@ -15,6 +15,7 @@ processes may race.
 
 import contextlib
 import ctypes
+import gc
 import hashlib
 import json
 import os
@@ -73,7 +74,7 @@ def compile_kernel(kernel, cc):
             f"compiling a kernel needs numba-cuda with its compilers ({error}); "
             'install "flashnumba[cu13]" or "flashnumba[cu12]"'
         ) from error
-    with _compute_capability(cc):
+    with _compute_capability(cc), _no_collection():
         ltoir, _ = cuda.compile(
             kernel.function,
             kernel.signature,
@@ -114,6 +115,18 @@ def _compute_capability(cc):
             yield
         finally:
             dispatcher.get_current_device = real
+
+
+@contextlib.contextmanager
+def _no_collection():
+    """Numba makes millions of objects that live on; looking for garbage among them takes 0.5 s."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 # --- the disk cache ----------------------------------------------------------------------

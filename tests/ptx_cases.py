@@ -22,7 +22,7 @@ from numba.cuda.extending import register_jitable
 
 from flashnumba import ptx, simulate
 from flashnumba.config import Kernel
-from flashnumba.device.pipeline import event
+from flashnumba.device.pipeline import ring
 from flashnumba.ptx.barrier import (
     bar_arrive,
     bar_sync,
@@ -302,8 +302,8 @@ def make_barriers():
     """
     TURNS, SLOTS = 7, 3
     EVENTS_AT, LOG_AT = 512 * SLOTS, 512 * SLOTS + 16 * SLOTS
-    full, wait_full, _, arrive_full = event(EVENTS_AT, SLOTS)
-    empty, _, wait_empty, arrive_empty = event(EVENTS_AT + 8 * SLOTS, SLOTS)
+    FULL, EMPTY = u32(EVENTS_AT), u32(EVENTS_AT + 8 * SLOTS)
+    event, wait, wait_before, arrive = ring(SLOTS)
     give_registers, take_registers = setmaxnreg_dec(40), setmaxnreg_inc(232)
 
     def kernel(x, out, order):
@@ -314,18 +314,18 @@ def make_barriers():
 
         def produce():
             for n in range(TURNS):
-                wait_empty(smem, u32(n))
+                wait_before(smem, EMPTY, u32(n))
                 st_shared_u32(smem + u32(512 * (n % SLOTS) + 4 * t), x[n, t])
-                arrive_full(smem, u32(n))
+                arrive(smem, FULL, u32(n))
 
         def consume():
             if warpgroup == 2:
                 bar_arrive(u32(1), u32(256))
             for n in range(TURNS):
-                wait_full(smem, u32(n))
+                wait(smem, FULL, u32(n))
                 at = u32(512 * (n % SLOTS) + 4 * ((5 * t + n) % 128))
                 out[warpgroup - 1, n, t] = ld_shared_u32(smem + at)
-                arrive_empty(smem, u32(n))
+                arrive(smem, EMPTY, u32(n))
                 bar_sync(u32(warpgroup), u32(256))
                 if t == 0:
                     count = ld_shared_u32(log)
@@ -336,8 +336,8 @@ def make_barriers():
 
         if cuda.threadIdx.x == 0:
             for i in range(SLOTS):
-                mbarrier_init(full(smem, u32(i)), u32(128))
-                mbarrier_init(empty(smem, u32(i)), u32(256))
+                mbarrier_init(event(smem, FULL, u32(i)), u32(128))
+                mbarrier_init(event(smem, EMPTY, u32(i)), u32(256))
             fence_mbarrier_init()
             st_shared_u32(log, u32(0))
         cuda.syncthreads()
@@ -564,8 +564,8 @@ def make_pipeline(broken=""):
     """
     SLOTS, TILE = 2, 64 * 128
     O_AT, EVENTS_AT = 2 * SLOTS * TILE, (2 * SLOTS + 1) * TILE
-    full, wait_full, _, _ = event(EVENTS_AT, SLOTS)
-    empty, _, wait_empty, release = event(EVENTS_AT + 8 * SLOTS, SLOTS)
+    FULL, EMPTY = u32(EVENTS_AT), u32(EVENTS_AT + 8 * SLOTS)
+    event, wait, wait_before, arrive = ring(SLOTS)
     CONSTANT = descriptor_constant(leading=TILE)
     a_steps, mn_steps = tuple(k_major(64, k) for k in range(4)), tuple(map(mn_major, range(4)))
     b_steps = tuple(16 * k for k in range(4)) if broken == "descriptor step" else a_steps
@@ -597,8 +597,8 @@ def make_pipeline(broken=""):
         def load():
             for n in range(tiles):
                 if WAIT_EMPTY:
-                    wait_empty(smem, u32(n))
-                there, at = full(smem, u32(n)), slot(smem, u32(n))
+                    wait_before(smem, EMPTY, u32(n))
+                there, at = event(smem, FULL, u32(n)), slot(smem, u32(n))
                 mbarrier_arrive_expect_tx(there, u32(BYTES))
                 cp_async_bulk_tensor_load(at, a_map, there, 0, 64 * n, 0, 0)
                 cp_async_bulk_tensor_load(at + u32(TILE), b_map, there, 0, 64 * n, 0, 0)
@@ -610,7 +610,7 @@ def make_pipeline(broken=""):
 
             def wait_tiles(n):
                 if WAIT_FULL:
-                    wait_full(smem, u32(n) ^ PARITY * u32(SLOTS))
+                    wait(smem, FULL, u32(n) ^ PARITY * u32(SLOTS))
 
             def issue_s(n):
                 at = slot(smem, u32(n))
@@ -618,7 +618,7 @@ def make_pipeline(broken=""):
                 if COMMIT:
                     wgmma_commit_group()
                 if EARLY_RELEASE and t == 0:
-                    release(smem, u32(n))
+                    arrive(smem, EMPTY, u32(n))
 
             def issue_o(n):
                 gemm_o(o, p, descriptor(slot(smem, u32(n)) + u32(TILE)))
@@ -632,7 +632,7 @@ def make_pipeline(broken=""):
                 if WAIT_O:
                     wait_o(o)
                 if RELEASE and not EARLY_RELEASE and t == 0:
-                    release(smem, u32(n))
+                    arrive(smem, EMPTY, u32(n))
                 if WAIT_READ and t == 0:
                     cp_async_bulk_wait_group_read()
                 bar_sync(u32(1), u32(128))
@@ -683,8 +683,8 @@ def make_pipeline(broken=""):
 
         if cuda.threadIdx.x == 0:
             for i in range(SLOTS):
-                mbarrier_init(full(smem, u32(i)), u32(1))
-                mbarrier_init(empty(smem, u32(i)), u32(1))
+                mbarrier_init(event(smem, FULL, u32(i)), u32(1))
+                mbarrier_init(event(smem, EMPTY, u32(i)), u32(1))
             fence_mbarrier_init()
         cuda.syncthreads()
         if t < 0:

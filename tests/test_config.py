@@ -137,10 +137,10 @@ def test_every_kernel_and_configuration_has_a_key_of_its_own():
 
 
 def test_heads_together_fill_the_l2_cache():
-    """Under a mask: as many key heads as fit 16 MiB, with all their query heads; else one."""
+    """Under a mask: as many key heads as fit 32 MiB, with all their query heads; else one."""
     together = lambda *shape, masked=True: heads_together(*shape, masked)
     assert together(4, 8, 2, 4096, 128, masked=False) == 1
     assert together(4, 8, 2, 4096, 128) == 8 * 4  # 2 MiB each, all 8 fit
-    assert together(4, 8, 4, 8192, 128) == 4 * 2  # 4 MiB each, 4 of 16 fit
+    assert together(4, 8, 4, 8192, 128) == 8 * 2  # 4 MiB each, 8 of 16 fit
     assert together(4, 8, 8, 1 << 20, 256) == 1  # not even one fits
     assert together(1, 6, 2, 1 << 20, 256) == 3

@@ -9,6 +9,7 @@ from functools import cache
 import numpy as np
 from numba import cuda
 
+from flashnumba.device import inlined
 from flashnumba.device.pipeline import lane_index
 from flashnumba.ptx.barrier import mbarrier_arrive, mbarrier_arrive_expect_tx
 from flashnumba.ptx.layout import swizzle128
@@ -32,12 +33,12 @@ def copies(head_dim, tma):
     """
     SUBTILES = head_dim // 64
 
-    @cuda.jit(device=True, forceinline=True)
+    @inlined
     def see_map(x_map):
         if tma:
             fence_proxy_tensormap(x_map)
 
-    @cuda.jit(device=True, forceinline=True)
+    @inlined
     def load_tile(target, x, x_map, full, rows, row0, h, b):
         """`rows` rows of a head, zeros past the array; `full` tells when, by an arrival
         of one lane with TMA, else of all."""
@@ -62,7 +63,7 @@ def copies(head_dim, tma):
             fence_proxy_async()
             mbarrier_arrive(full)
 
-    @cuda.jit(device=True, forceinline=True)
+    @inlined
     def store_tile(x, x_map, source, rows, row0, h, b):
         """`rows` rows of a head, except those past the array; `source` may be reused after."""
         lane = lane_index()

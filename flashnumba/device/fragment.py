@@ -7,14 +7,14 @@ row r, column 8 j + x from its first. The 4 neighbouring lanes of a warp share t
 from functools import cache
 
 import numpy as np
-from numba import cuda
 
+from flashnumba.device import inlined
 from flashnumba.device.pipeline import lane_index
 from flashnumba.ptx.layout import swizzle128
 from flashnumba.ptx.shared import fence_proxy_async, stmatrix_x4
 from flashnumba.ptx.thread import cvt_bf16x2, cvt_f16x2
 
-MINUS_INF = np.float32(-np.inf)
+MINUS_INF, ZERO = np.float32(-np.inf), np.float32(0)
 i32, u32 = np.int32, np.uint32
 
 
@@ -23,7 +23,7 @@ def scores(dtype, columns):
     """(mask, to_halves) of a tile of scores with `columns` keys."""
     pack = cvt_f16x2 if dtype == "float16" else cvt_bf16x2
 
-    @cuda.jit(device=True, forceinline=True)
+    @inlined
     def mask(s, r, lo, hi):
         """In row r only columns [lo, hi), counted from the thread's first, are seen."""
         for j in range(columns // 8):
@@ -31,7 +31,7 @@ def scores(dtype, columns):
                 if not lo <= 8 * j + x < hi:
                     s[4 * j + 2 * r + x] = MINUS_INF
 
-    @cuda.jit(device=True, forceinline=True)
+    @inlined
     def to_halves(p, s):
         """s, two in a register: the order is that of a left factor in registers."""
         for i in range(columns // 4):
@@ -42,10 +42,10 @@ def scores(dtype, columns):
 
 @cache
 def output(dtype, head_dim, rows):
-    """(rescale, to_shared) of an output with `head_dim` columns, in tiles of `rows` rows."""
+    """(rescale, divide, to_shared) of an output of `head_dim` columns, in tiles of `rows` rows."""
     pack = cvt_f16x2 if dtype == "float16" else cvt_bf16x2
 
-    @cuda.jit(device=True, forceinline=True)
+    @inlined
     def rescale(acc, a):
         """acc *= a, row by row."""
         for j in range(head_dim // 8):
@@ -53,7 +53,16 @@ def output(dtype, head_dim, rows):
                 for x in range(2):
                     acc[4 * j + 2 * r + x] *= a[r]
 
-    @cuda.jit(device=True, forceinline=True)
+    @inlined
+    def divide(acc, inverse):
+        """acc / l, given 1 / l; 0 where that is 0."""
+        for j in range(head_dim // 8):
+            for r in range(2):
+                for x in range(2):
+                    i = 4 * j + 2 * r + x
+                    acc[i] = acc[i] * inverse[r] if inverse[r] != ZERO else ZERO
+
+    @inlined
     def to_shared(acc, tile, row):
         """acc as halves to a tile in 128-byte swizzle, where this warp's rows start with `row`."""
         lane = u32(lane_index())
@@ -68,4 +77,4 @@ def output(dtype, head_dim, rows):
             )
         fence_proxy_async()
 
-    return rescale, to_shared
+    return rescale, divide, to_shared

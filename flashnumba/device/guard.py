@@ -10,6 +10,7 @@ from functools import cache
 import numpy as np
 from numba import cuda
 
+from flashnumba.device import inlined
 from flashnumba.device.pipeline import lane_index
 from flashnumba.ptx.layout import swizzle128
 from flashnumba.ptx.shared import (
@@ -32,12 +33,12 @@ def guard(dtype, rows, head_dim):
     INF = {"float16": 0x7C00, "bfloat16": 0x7F80}[dtype]  # an exponent of all ones
     BOTH, CARRY = INF * 0x10001, (INF & -INF) * 0x10001  # adding the carry overflows into the sign
 
-    @cuda.jit(device=True, forceinline=True)
+    @inlined
     def not_finite(x):
         """The sign bits of those of two halves that are infinite or NaN."""
         return u32((x & u32(BOTH)) + u32(CARRY)) & u32(0x80008000)
 
-    @cuda.jit(device=True, forceinline=True)
+    @inlined
     def clean(v_tile, worker, workers):
         """A warp's part of a tile, a lane a row; True if anything was not finite."""
         lane = lane_index()
@@ -66,7 +67,7 @@ def guard(dtype, rows, head_dim):
         cuda.syncwarp()
         return found
 
-    @cuda.jit(device=True, forceinline=True)
+    @inlined
     def restore(o_tile, o_rows, v_row, first, last):
         """A warp adds what is not finite in a row (head_dim,) of V to rows [first, last) of O."""
         column = u32(lane_index())

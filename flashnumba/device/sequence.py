@@ -9,22 +9,27 @@ import numpy as np
 from numba import cuda
 from numba.cuda.extending import register_jitable
 
+from flashnumba.device import inlined
+from flashnumba.device.pipeline import lane_index
 from flashnumba.ptx.shared import ld_shared_u32, st_shared_u32
+from flashnumba.ptx.thread import opaque
 from flashnumba.window import alignment, interval, tiles
 
-# The numbers that describe a work: the key tiles that the 64 rows of consumers 0, 1 and 2 visit and
-# those that all its rows do, four numbers each; its rows; whether V was cleaned (device/guard.py).
-CONSUMER_TILES, ALL_ROWS = 4, 3
-BEGIN, FULL_BEGIN, FULL_END, END = range(CONSUMER_TILES * ALL_ROWS, CONSUMER_TILES * ALL_ROWS + 4)
-ROW0, HEAD, KV_HEAD, BATCH, Q_LENGTH, KV_LENGTH, BAD = range(END + 1, END + 8)
-DESCRIPTION_BYTES = 96
 i32, u32 = np.int32, np.uint32
+ALL_LANES = 0xFFFFFFFF
+# The numbers that describe a work, by their place in bytes: the key tiles that the 64 rows of
+# consumers 0, 1 and 2 visit and those that all its rows do, four numbers each; its rows; whether V
+# was cleaned (device/guard.py).
+TILES_BYTES, ALL_ROWS = 16, 3
+BEGIN, FULL_BEGIN, FULL_END, END = (u32(TILES_BYTES * ALL_ROWS + 4 * i) for i in range(4))
+ROW0, HEAD, KV_HEAD, BATCH, Q_LENGTH, KV_LENGTH, BAD = (u32(END + 4 + 4 * i) for i in range(7))
+DESCRIPTION_BYTES = 96
 
 for function in (alignment, interval, tiles):
     register_jitable(function)  # callable in kernels; on the host they stay plain Python
 
 
-@cuda.jit(device=True, forceinline=True)
+@inlined
 def length(lengths, b, seqlen):
     """How many rows of batch entry b count; all if `lengths` is empty. Values are clamped."""
     if lengths.shape[0] == 0:
@@ -32,7 +37,7 @@ def length(lengths, b, seqlen):
     return min(max(lengths[b], 0), seqlen)
 
 
-@cuda.jit(device=True, forceinline=True)
+@inlined
 def place(work, group, heads, m_blocks):
     """(m_block, head) of a work, over all `heads` of the batch; unsigned 32-bit throughout.
 
@@ -46,26 +51,77 @@ def place(work, group, heads, m_blocks):
 
 
 @cache
-def descriptions(at, slots):
-    """(describe, field, masked) of works described in `slots` slots from byte `at`."""
+def descriptions(at, slots, block_m, block_n):
+    """(find, describe, write, field, tiles_of, masked) of works in `slots` slots from byte `at`."""
+    AT, SLOTS, BYTES = u32(at), u32(slots), u32(DESCRIPTION_BYTES)
+    NOTHING, TILES, FOUR, EIGHT, TWELVE = i32(0), u32(TILES_BYTES), u32(4), u32(8), u32(12)
 
-    @cuda.jit(device=True, forceinline=True)
-    def place_of(smem, turn, i):
-        return smem + u32(at) + u32(4 * i) + turn % u32(slots) * u32(DESCRIPTION_BYTES)
+    @inlined
+    def write(smem, turn, i, value):
+        st_shared_u32(u32(smem + AT + i + turn % SLOTS * BYTES), u32(value))
 
-    @cuda.jit(device=True, forceinline=True)
-    def describe(smem, turn, i, value):
-        """Set number i of this block's work number `turn`."""
-        st_shared_u32(place_of(smem, turn, i), u32(value))
-
-    @cuda.jit(device=True, forceinline=True)
+    @inlined
     def field(smem, turn, i):
-        """Read it."""
-        return i32(ld_shared_u32(place_of(smem, turn, i)))
+        """A number of this block's work number `turn`."""
+        return i32(ld_shared_u32(u32(smem + AT + i + turn % SLOTS * BYTES)))
 
-    @cuda.jit(device=True, forceinline=True)
+    @inlined
+    def find(work, group, lse, v, q_lengths, kv_lengths, left, right, upper_left):
+        """Where a work is, for `describe`; each lane has tiles of its own.
+
+        Lanes 0 to 2 find the tiles of one consumer's rows, lane 3 those of all. Rows without keys,
+        and works without, visit one tile, all of it masked.
+        """
+        lane = lane_index()
+        heads, seqlen_q = opaque(u32(lse.shape[1])), opaque(u32(lse.shape[2]))
+        m_blocks = u32(seqlen_q + u32(block_m - 1)) // u32(block_m)
+        all_heads = u32(heads * u32(lse.shape[0]))
+        m_block, head = place(u32(work), opaque(u32(group)), all_heads, u32(m_blocks))
+        row0, h, b = i32(m_block * block_m), i32(head % heads), i32(head // heads)
+        q_length = i32(length(q_lengths, b, i32(seqlen_q)))
+        kv_length = i32(length(kv_lengths, b, v.shape[1]))
+        offset = alignment(q_length, kv_length, upper_left)
+        first, rows = row0, i32(block_m)
+        if lane < ALL_ROWS:
+            first, rows = i32(row0 + 64 * lane), i32(64)
+        begin, full_begin, full_end, end = tiles(
+            first, min(first + rows, q_length) - 1, offset, left, right, kv_length, block_n
+        )
+        all_begin = cuda.shfl_sync(ALL_LANES, i32(begin), ALL_ROWS)
+        all_end = max(cuda.shfl_sync(ALL_LANES, i32(end), ALL_ROWS), i32(all_begin + 1))
+        begin = min(max(i32(begin), all_begin), i32(all_end - 1))
+        end = min(max(i32(end), i32(begin + 1)), all_end)
+        kv_h = i32(u32(h) // (heads // u32(v.shape[2])))
+        visited = begin, i32(full_begin), i32(full_end), end
+        return visited, (row0, h, kv_h, b, q_length, kv_length, NOTHING)
+
+    @inlined
+    def describe(smem, turn, visited, rows):
+        """Write down what `find` found, by a warp."""
+        lane = lane_index()
+        if lane <= ALL_ROWS:
+            i = u32(TILES * u32(lane))
+            for number in visited:
+                write(smem, turn, i, number)
+                i = u32(i + FOUR)
+        if lane == 0:
+            i = ROW0
+            for number in rows:
+                write(smem, turn, i, number)
+                i = u32(i + FOUR)
+        cuda.syncwarp()
+
+    @inlined
+    def tiles_of(smem, turn, consumer):
+        """(begin, full_begin, full_end, end) of one consumer's rows."""
+        i = u32(TILES * consumer)
+        begin, full_begin = field(smem, turn, i), field(smem, turn, u32(i + FOUR))
+        full_end, end = field(smem, turn, u32(i + EIGHT)), field(smem, turn, u32(i + TWELVE))
+        return begin, full_begin, full_end, end
+
+    @inlined
     def masked(smem, turn, n_block):
         """Whether some row of the work does not see some key of a tile."""
         return not field(smem, turn, FULL_BEGIN) <= n_block < field(smem, turn, FULL_END)
 
-    return describe, field, masked
+    return find, describe, write, field, tiles_of, masked

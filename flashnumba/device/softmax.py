@@ -5,6 +5,7 @@ from functools import cache
 import numpy as np
 from numba import cuda
 
+from flashnumba.device import inlined
 from flashnumba.ptx.thread import ex2, max_f32
 
 ALL_LANES = 0xFFFFFFFF
@@ -13,14 +14,14 @@ GROWTH = np.float32(8)
 LARGE = np.float32(4096)  # whose rounding is 2^-13, a quarter of float16's
 
 
-@cuda.jit(device=True, forceinline=True)
+@inlined
 def row_max(x):
     """The largest x of the lanes that share a row."""
     x = max_f32(x, cuda.shfl_xor_sync(ALL_LANES, x, 1))
     return max_f32(x, cuda.shfl_xor_sync(ALL_LANES, x, 2))
 
 
-@cuda.jit(device=True, forceinline=True)
+@inlined
 def row_sum(x):
     """The sum over the lanes that share a row."""
     x += cuda.shfl_xor_sync(ALL_LANES, x, 1)
@@ -32,7 +33,7 @@ def online_softmax(columns):
     """The softmax of a fragment s of `columns` columns."""
     COLUMNS_8 = columns // 8
 
-    @cuda.jit(device=True, forceinline=True)
+    @inlined
     def raise_m(s_max, m, l, a, shift, scale):
         """m' = max(m, max s), a = e^(m - m'), l' = a l; `shift` is what exponents are reduced by.
 
@@ -51,7 +52,7 @@ def online_softmax(columns):
                 shift[r], large = ZERO, True
         return cuda.any_sync(ALL_LANES, large)
 
-    @cuda.jit(device=True, forceinline=True)
+    @inlined
     def softmax(s, m, l, a, shift, large, scale):
         """s becomes p = e^(s - m), l' = l + sum p, after m is raised; (raised, large).
 

@@ -17,8 +17,10 @@ from types import SimpleNamespace
 import numpy as np
 from numba import cuda
 
+from flashnumba.device import inlined
 
-@cuda.jit(device=True, forceinline=True)
+
+@inlined
 def index(x):
     """x, known to be at least 0."""
     return x & 0x7FFFFFFF
@@ -30,19 +32,19 @@ def number(dtype):
     real = np.float64 if dtype == "float64" else np.float32
     stored = np.float16 if dtype == "float16" else real
 
-    @cuda.jit(device=True, forceinline=True)
+    @inlined
     def widen(x):
         return real(x)
 
-    @cuda.jit(device=True, forceinline=True)
+    @inlined
     def narrow(x):
         return stored(x)
 
-    @cuda.jit(device=True, forceinline=True)
+    @inlined
     def widen_bfloat16(x):
         return np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
 
-    @cuda.jit(device=True, forceinline=True)
+    @inlined
     def narrow_bfloat16(x):
         """Round to nearest, ties to even; a NaN stays one."""
         bits = np.float32(x).view(np.uint32)
@@ -63,13 +65,13 @@ def tile(config):
     narrow, REAL = number(config.dtype)[1:]
     ZERO = REAL(0)
 
-    @cuda.jit(device=True, forceinline=True)
+    @inlined
     def thread():
         """(ty, tx) of this thread in its block."""
         t = index(cuda.threadIdx.x)
         return t // LANES_N, t % LANES_N
 
-    @cuda.jit(device=True, forceinline=True)
+    @inlined
     def store(x, row0, rows, slice0, acc, factor):
         """x[row0:, slice0:] = factor[i] * acc of this thread's rows; zero past row `rows`."""
         ty, tx = thread()
@@ -83,7 +85,7 @@ def tile(config):
                             value = factor[i] * acc[i, OWN * g + y] if row < rows else ZERO
                             x[row, col] = narrow(value)
 
-    @cuda.jit(device=True, forceinline=True)
+    @inlined
     def row_max(x):
         """The largest x of the LANES_N threads that share a row."""
         lane = LANES_N // 2
@@ -92,7 +94,7 @@ def tile(config):
             lane //= 2
         return x
 
-    @cuda.jit(device=True, forceinline=True)
+    @inlined
     def row_sum(x):
         """The sum of x over the LANES_N threads that share a row."""
         lane = LANES_N // 2
@@ -101,7 +103,7 @@ def tile(config):
             lane //= 2
         return x
 
-    @cuda.jit(device=True, forceinline=True)
+    @inlined
     def coordinates(blocks, slices, heads):
         """(block, slice, h, b) of this thread block; neighbours share a head and its L2 lines."""
         rest = index(cuda.blockIdx.x)
@@ -140,7 +142,7 @@ def products(config):
         COUNT = height * width // THREADS
         HEIGHT_STEP = THREADS // width
 
-        @cuda.jit(device=True, forceinline=True)
+        @inlined
         def load(x_smem, x, row0, rows, col0, factor):
             t = index(cuda.threadIdx.x)
             col = t % width
@@ -158,7 +160,7 @@ def products(config):
     load_a, load_b = loader(BLOCK_M, D_TILE), loader(BLOCK_N, D_TILE)
     load_c = loader(C_TILE, D_SLICE)
 
-    @cuda.jit(device=True, forceinline=True)
+    @inlined
     def product_nt(s, a, a_smem, a_row0, a_rows, a_factor, b, b_smem, b_row0, b_rows, b_factor):
         """s (ROWS, COLS) = this thread's part of (a_factor a) (b_factor b)^T, in order of d."""
         ty, tx = thread()
@@ -192,7 +194,7 @@ def products(config):
                     s[i, j] += part[i, j]
             cuda.syncthreads()
 
-    @cuda.jit(device=True, forceinline=True)
+    @inlined
     def product_nn(out, p_smem, b, b_smem, row0, rows, slice0, lo, hi, MASKED):
         """out (ROWS, GROUPS * OWN) = p b, over columns [slice0, slice0 + D_SLICE) of b.
 
