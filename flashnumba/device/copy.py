@@ -64,18 +64,23 @@ def copies(head_dim, tma):
             mbarrier_arrive(full)
 
     @inlined
-    def store_tile(x, x_map, source, rows, row0, h, b):
-        """`rows` rows of a head, except those past the array; `source` may be reused after."""
+    def store_tile(x, x_map, source, rows, row0, row_end, h, b):
+        """Rows [row0, row_end) of a head, from a tile of `rows`, which may be reused after.
+
+        TMA stores them 64 at a time, which is what `x_map` is for, except those past the array.
+        """
         lane = lane_index()
         if tma:
             if lane == 0:
-                for i in range(SUBTILES):
-                    part = source + u32(128 * rows * i)
-                    cp_async_bulk_tensor_store(x_map, part, 64 * i, row0, h, b)
+                while row0 < row_end:
+                    for i in range(SUBTILES):
+                        part = source + u32(128 * rows * i)
+                        cp_async_bulk_tensor_store(x_map, part, 64 * i, row0, h, b)
+                    source, row0 = source + u32(64 * 128), i32(row0 + 64)
                 cp_async_bulk_commit_group()
                 cp_async_bulk_wait_group_read()
         else:
-            for row in range(min(rows, x.shape[1] - row0)):
+            for row in range(row_end - row0):
                 for column in range(lane, x.shape[3], 32):
                     at = column // 64 * 128 * rows + swizzle128(128 * row + column % 64 * 2)
                     x[b, row0 + row, h, column] = np.uint16(ld_shared_u16(source + u32(at)))

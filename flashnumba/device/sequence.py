@@ -22,7 +22,9 @@ ALL_LANES = 0xFFFFFFFF
 # was cleaned (device/guard.py).
 TILES_BYTES, ALL_ROWS = 16, 3
 BEGIN, FULL_BEGIN, FULL_END, END = (u32(TILES_BYTES * ALL_ROWS + 4 * i) for i in range(4))
-ROW0, HEAD, KV_HEAD, BATCH, Q_LENGTH, KV_LENGTH, BAD = (u32(END + 4 + 4 * i) for i in range(7))
+ROW0, ROW_END, HEAD, KV_HEAD, BATCH, Q_LENGTH, KV_LENGTH, BAD = (
+    u32(END + 4 + 4 * i) for i in range(8)
+)
 DESCRIPTION_BYTES = 96
 
 for function in (alignment, interval, tiles):
@@ -53,7 +55,7 @@ def place(work, group, heads, m_blocks):
 @cache
 def descriptions(at, slots, block_m, block_n):
     """(find, describe, write, field, tiles_of, masked) of works in `slots` slots from byte `at`."""
-    AT, SLOTS, BYTES = u32(at), u32(slots), u32(DESCRIPTION_BYTES)
+    AT, SLOTS, BYTES, CONSUMERS = u32(at), u32(slots), u32(DESCRIPTION_BYTES), block_m // 64
     NOTHING, TILES, FOUR, EIGHT, TWELVE = i32(0), u32(TILES_BYTES), u32(4), u32(8), u32(12)
 
     @inlined
@@ -69,23 +71,28 @@ def descriptions(at, slots, block_m, block_n):
     def find(work, group, lse, v, q_lengths, kv_lengths, left, right, upper_left):
         """Where a work is, for `describe`; each lane has tiles of its own.
 
-        Lanes 0 to 2 find the tiles of one consumer's rows, lane 3 those of all. Rows without keys,
-        and works without, visit one tile, all of it masked.
+        Where rows do not fill the last tile of them, the first is the short one: under a causal
+        mask, it has the fewest keys. Lanes 0 to 2 find the tiles of one consumer's rows, lane 3
+        those of all. Rows without keys, and works without, visit one tile, all of it masked.
         """
         lane = lane_index()
         heads, seqlen_q = opaque(u32(lse.shape[1])), opaque(u32(lse.shape[2]))
-        m_blocks = u32(seqlen_q + u32(block_m - 1)) // u32(block_m)
+        parts = u32(seqlen_q + u32(63)) // u32(64)
+        m_blocks = u32(parts + u32(CONSUMERS - 1)) // u32(CONSUMERS)
         all_heads = u32(heads * u32(lse.shape[0]))
         m_block, head = place(u32(work), opaque(u32(group)), all_heads, u32(m_blocks))
-        row0, h, b = i32(m_block * block_m), i32(head % heads), i32(head // heads)
+        row_end = i32(64 * (parts - (m_blocks - 1 - m_block) * CONSUMERS))
+        row0, h, b = max(i32(row_end - block_m), i32(0)), i32(head % heads), i32(head // heads)
+        row_end = min(row_end, i32(seqlen_q))
         q_length = i32(length(q_lengths, b, i32(seqlen_q)))
         kv_length = i32(length(kv_lengths, b, v.shape[1]))
         offset = alignment(q_length, kv_length, upper_left)
         first, rows = row0, i32(block_m)
         if lane < ALL_ROWS:
             first, rows = i32(row0 + 64 * lane), i32(64)
+        last = min(i32(first + rows), row_end, q_length) - 1
         begin, full_begin, full_end, end = tiles(
-            first, min(first + rows, q_length) - 1, offset, left, right, kv_length, block_n
+            first, last, offset, left, right, kv_length, block_n
         )
         all_begin = cuda.shfl_sync(ALL_LANES, i32(begin), ALL_ROWS)
         all_end = max(cuda.shfl_sync(ALL_LANES, i32(end), ALL_ROWS), i32(all_begin + 1))
@@ -93,7 +100,7 @@ def descriptions(at, slots, block_m, block_n):
         end = min(max(i32(end), i32(begin + 1)), all_end)
         kv_h = i32(u32(h) // (heads // u32(v.shape[2])))
         visited = begin, i32(full_begin), i32(full_end), end
-        return visited, (row0, h, kv_h, b, q_length, kv_length, NOTHING)
+        return visited, (row0, row_end, h, kv_h, b, q_length, kv_length, NOTHING)
 
     @inlined
     def describe(smem, turn, visited, rows):

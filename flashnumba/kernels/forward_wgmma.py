@@ -54,6 +54,7 @@ from flashnumba.device.sequence import (
     KV_LENGTH,
     Q_LENGTH,
     ROW0,
+    ROW_END,
     alignment,
     descriptions,
 )
@@ -248,8 +249,9 @@ def make_forward(config):
             wait_q(smem, O_FULL, turn)
             if field(smem, turn, BAD) != 0:
                 add_bad_rows(smem, turn, v, left, right, upper_left)
-            row0, h, b = field(smem, turn, ROW0), field(smem, turn, HEAD), field(smem, turn, BATCH)
-            store_tile(o, o_map, q_slot(smem, turn), Q_ROWS, row0, h, b)
+            row0, row_end = field(smem, turn, ROW0), field(smem, turn, ROW_END)
+            h, b = field(smem, turn, HEAD), field(smem, turn, BATCH)
+            store_tile(o, o_map, q_slot(smem, turn), Q_ROWS, row0, row_end, h, b)
             if lane < LANES:
                 arrive_q(smem, Q_EMPTY, turn)
             turn = u32(turn + ONE)
@@ -361,7 +363,7 @@ def make_forward(config):
             q_idx = i32(field(smem, turn, ROW0) + row + 8 * r)
             total = row_sum(l[r])
             seen = total != ZERO and q_idx < field(smem, turn, Q_LENGTH)
-            if column == 0 and q_idx < lse.shape[2]:
+            if column == 0 and q_idx < field(smem, turn, ROW_END):
                 log_m = m[r] * f32(scale * LN2) if scale > TINY else ZERO
                 value = log_m + lg2(total) * LN2
                 h, b = field(smem, turn, HEAD), field(smem, turn, BATCH)
