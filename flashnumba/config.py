@@ -156,9 +156,15 @@ class WgmmaConfig:
         return 2 * self.block_n * self.head_dim
 
     @property
+    def o_columns(self):
+        """Columns of O that a warp has room for on the way out."""
+        return min(self.head_dim, 128)
+
+    @property
     def shared_bytes(self):
         tiles = self.q_slots * self.q_bytes + 2 * self.stages * self.kv_bytes
-        return tiles + 1024  # barriers, descriptions of works, scratch
+        out = 2 * self.block_m * self.o_columns
+        return tiles + out + 1024  # barriers, descriptions of works, scratch
 
 
 def choose_wgmma(dtype, head_dim, tma, negative=False):

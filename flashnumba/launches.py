@@ -36,7 +36,7 @@ def forward_call(p, o, lse):
     seqlen_kv, heads_kv = p.k.shape[1:3]
     group = heads_together(batch, heads_q, heads_kv, seqlen_kv, head_dim, p.masked)
     if config.tma:
-        rows = config.block_m, config.block_n, config.block_n, 64  # o is stored by 64 rows
+        rows = config.block_m, config.block_n, config.block_n, 16  # a warp stores 16 rows of o
         maps = (TensorMap(x, n) for x, n in zip((p.q, p.k, p.v, o), rows, strict=True))
         tensors = (None, None, p.v, None, lse, *maps)
     else:

@@ -27,7 +27,7 @@ i32, u32 = np.int32, np.uint32
 
 @cache
 def copies(head_dim, tma):
-    """(see_map, load_tile, store_tile), for a whole warp; without `tma` maps are not read.
+    """(see_map, load_tile, store_rows, wait_stores), for a warp; without `tma` maps are not read.
 
     `see_map` comes before the first use of a map.
     """
@@ -64,26 +64,27 @@ def copies(head_dim, tma):
             mbarrier_arrive(full)
 
     @inlined
-    def store_tile(x, x_map, source, rows, row0, row_end, h, b):
-        """Rows [row0, row_end) of a head, from a tile of `rows`, which may be reused after.
-
-        TMA stores them 64 at a time, which is what `x_map` is for, except those past the array.
-        """
+    def store_rows(x, x_map, source, columns, row0, row_end, column0, h, b):
+        """16 rows of a head from `row0` and `columns` columns from `column0`, without those that
+        are past `row_end` or past the array. `source` must not change before `wait_stores`."""
         lane = lane_index()
         if tma:
-            if lane == 0:
-                while row0 < row_end:
-                    for i in range(SUBTILES):
-                        part = source + u32(128 * rows * i)
-                        cp_async_bulk_tensor_store(x_map, part, 64 * i, row0, h, b)
-                    source, row0 = source + u32(64 * 128), i32(row0 + 64)
+            if lane == 0 and row0 < row_end:  # or TMA ends with the array within these rows
+                for i in range(columns // 64):
+                    part = source + u32(2048 * i)
+                    cp_async_bulk_tensor_store(x_map, part, i32(column0 + 64 * i), row0, h, b)
                 cp_async_bulk_commit_group()
-                cp_async_bulk_wait_group_read()
         else:
-            for row in range(row_end - row0):
-                for column in range(lane, x.shape[3], 32):
-                    at = column // 64 * 128 * rows + swizzle128(128 * row + column % 64 * 2)
-                    x[b, row0 + row, h, column] = np.uint16(ld_shared_u16(source + u32(at)))
+            for row in range(min(16, row_end - row0)):
+                for column in range(lane, min(columns, x.shape[3] - column0), 32):
+                    at = column // 64 * 2048 + swizzle128(128 * row + column % 64 * 2)
+                    half = np.uint16(ld_shared_u16(source + u32(at)))
+                    x[b, row0 + row, h, column0 + column] = half
+
+    @inlined
+    def wait_stores():
+        if tma and lane_index() == 0:
+            cp_async_bulk_wait_group_read()
         cuda.syncwarp()
 
-    return see_map, load_tile, store_tile
+    return see_map, load_tile, store_rows, wait_stores

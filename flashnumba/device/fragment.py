@@ -11,7 +11,7 @@ import numpy as np
 from flashnumba.device import inlined
 from flashnumba.device.pipeline import lane_index
 from flashnumba.ptx.layout import swizzle128
-from flashnumba.ptx.shared import fence_proxy_async, stmatrix_x4
+from flashnumba.ptx.shared import stmatrix_x4
 from flashnumba.ptx.thread import cvt_bf16x2, cvt_f16x2
 
 MINUS_INF, ZERO = np.float32(-np.inf), np.float32(0)
@@ -41,8 +41,8 @@ def scores(dtype, columns):
 
 
 @cache
-def output(dtype, head_dim, rows):
-    """(rescale, divide, to_shared) of an output of `head_dim` columns, in tiles of `rows` rows."""
+def output(dtype, head_dim):
+    """(rescale, divide, to_shared) of an output of `head_dim` columns."""
     pack = cvt_f16x2 if dtype == "float16" else cvt_bf16x2
 
     @inlined
@@ -63,18 +63,18 @@ def output(dtype, head_dim, rows):
                     acc[i] = acc[i] * inverse[r] if inverse[r] != ZERO else ZERO
 
     @inlined
-    def to_shared(acc, tile, row):
-        """acc as halves to a tile in 128-byte swizzle, where this warp's rows start with `row`."""
+    def to_shared(acc, tile, column0, columns):
+        """`columns` columns of acc from `column0` as halves to this warp's tile of 16 rows."""
         lane = u32(lane_index())
-        start = tile + u32(swizzle128((u32(row) + (lane & u32(15))) << u32(7) | lane & u32(16)))
-        for i in range(head_dim // 16):
+        start = tile + u32(swizzle128((lane & u32(15)) << u32(7) | lane & u32(16)))
+        for i in range(columns // 16):
+            x = column0 // 2 + 8 * i
             stmatrix_x4(
-                (start ^ u32(i % 4 * 32)) + u32(i // 4 * 128 * rows),
-                pack(acc[8 * i], acc[8 * i + 1]),
-                pack(acc[8 * i + 2], acc[8 * i + 3]),
-                pack(acc[8 * i + 4], acc[8 * i + 5]),
-                pack(acc[8 * i + 6], acc[8 * i + 7]),
+                (start ^ u32(i % 4 * 32)) + u32(i // 4 * 2048),
+                pack(acc[x], acc[x + 1]),
+                pack(acc[x + 2], acc[x + 3]),
+                pack(acc[x + 4], acc[x + 5]),
+                pack(acc[x + 6], acc[x + 7]),
             )
-        fence_proxy_async()
 
     return rescale, divide, to_shared

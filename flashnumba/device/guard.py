@@ -68,13 +68,16 @@ def guard(dtype, rows, head_dim):
         return found
 
     @inlined
-    def restore(o_tile, o_rows, v_row, first, last):
-        """A warp adds what is not finite in a row (head_dim,) of V to rows [first, last) of O."""
-        column = u32(lane_index())
-        while column < u32(v_row.shape[0]):
-            half = u32(v_row[column])
+    def restore(o_tile, columns, v_row, column0, first, last):
+        """A warp adds what is not finite in a row (head_dim,) of V to rows [first, last) of O.
+
+        Those are in its tile of 16 rows and `columns` columns, the first of which is `column0`.
+        """
+        column, end = u32(lane_index()), min(i32(columns), i32(v_row.shape[0] - column0))
+        while i32(column) < end:
+            half = u32(v_row[column0 + i32(column)])
             if half & u32(INF) == u32(INF):
-                subtile = o_tile + u32(128 * o_rows) * (column >> u32(6))
+                subtile = o_tile + u32(2048) * (column >> u32(6))
                 row = first
                 while row < last:
                     at = u32(row) << u32(7) | (column & u32(63)) << u32(1)

@@ -88,7 +88,8 @@ i32, u32, u64, f32 = np.int32, np.uint32, np.uint64, np.float32
 def make_forward(config):
     """o and lse."""
     D, BLOCK_M, BLOCK_N = config.head_dim, config.block_m, config.block_n
-    CONSUMERS, STAGES, Q_SLOTS = config.consumers, config.stages, config.q_slots
+    CONSUMERS, STAGES = config.consumers, config.stages
+    Q_SLOTS, WORK_SLOTS, GUARDS = config.q_slots, 2, i32(3)
     LANES = 1 if config.tma else 32  # that arrive for a warp; all, where each moves data itself
     NEGATIVE, OVERLAP = config.negative, config.q_slots > 1
     S_SIZE, P_SIZE, ACC_SIZE = BLOCK_N // 2, BLOCK_N // 4, D // 2
@@ -97,21 +98,26 @@ def make_forward(config):
     TINY = f32(np.finfo(np.float32).tiny)  # stands for a scale of 0
     ONE, ROWS_64, Q_ROWS, KV_ROWS = u32(1), u32(64 * 128), i32(BLOCK_M), i32(BLOCK_N)
 
-    # Shared memory: Q, K, V, the barriers of each event, the descriptions of works, scratch.
+    # Shared memory: Q, K, V, a warp's rows of O, barriers of each event, descriptions, scratch.
+    O_COLUMNS, O_BYTES = i32(config.o_columns), u32(2 * 16 * config.o_columns)
     Q_BYTES, KV_BYTES = u32(config.q_bytes), u32(config.kv_bytes)
     Q_SLOT, KV_SLOT = u32(Q_SLOTS), u32(STAGES)
     K_AT = u32(Q_SLOTS * Q_BYTES)
     V_AT = u32(K_AT + STAGES * KV_BYTES)
-    Q_EVENTS = u32(V_AT + STAGES * KV_BYTES)
-    KV_EVENTS = u32(Q_EVENTS + 3 * 8 * Q_SLOTS)
-    WORKS_AT = u32(KV_EVENTS + 5 * 8 * STAGES)
-    SCRATCH = u32(WORKS_AT + DESCRIPTION_BYTES * Q_SLOTS)
-    Q_FULL, Q_EMPTY, O_FULL = (u32(Q_EVENTS + 8 * Q_SLOTS * i) for i in range(3))
-    K_FULL, K_EMPTY, V_FULL, V_READY, V_EMPTY = (u32(KV_EVENTS + 8 * STAGES * i) for i in range(5))
+    O_AT = u32(V_AT + STAGES * KV_BYTES)
+    EVENTS = u32(O_AT + 4 * CONSUMERS * O_BYTES)
+    WORK_FULL, WORK_EMPTY = (u32(EVENTS + 8 * WORK_SLOTS * i) for i in range(2))
+    Q_FULL, Q_EMPTY = (u32(WORK_EMPTY + 8 * (WORK_SLOTS + Q_SLOTS * i)) for i in range(2))
+    K_FULL, K_EMPTY, V_FULL, V_READY, V_EMPTY = (
+        u32(Q_EMPTY + 8 * (Q_SLOTS + STAGES * i)) for i in range(5)
+    )
+    WORKS_AT = u32(V_EMPTY + 8 * STAGES)
+    SCRATCH = u32(WORKS_AT + DESCRIPTION_BYTES * WORK_SLOTS)
+    work_event, wait_work, wait_work_before, arrive_work = ring(WORK_SLOTS)
     q_event, wait_q, wait_q_before, arrive_q = ring(Q_SLOTS)
     kv_event, wait_kv, wait_kv_before, arrive_kv = ring(STAGES)
     find, describe, write, field, tiles_of, masked = descriptions(
-        WORKS_AT, Q_SLOTS, BLOCK_M, BLOCK_N
+        WORKS_AT, WORK_SLOTS, BLOCK_M, BLOCK_N
     )
 
     q_steps, k_steps = (
@@ -124,11 +130,11 @@ def make_forward(config):
     wait_acc, zero_acc = wgmma_wait_group(0, ACC_SIZE), zero(ACC_SIZE)
     release_registers = setmaxnreg_dec(config.registers[0])
     take_registers = setmaxnreg_inc(config.registers[1])
-    see_map, load_tile, store_tile = copies(D, config.tma)
+    see_map, load_tile, store_rows, wait_stores = copies(D, config.tma)
     clean, restore = guard(config.dtype, BLOCK_N, D)
     softmax = online_softmax(BLOCK_N)
     mask, to_halves = scores(config.dtype, BLOCK_N)
-    rescale, divide, to_shared = output(config.dtype, D, BLOCK_M)
+    rescale, divide, to_shared = output(config.dtype, D)
 
     @inlined
     def q_slot(smem, turn):
@@ -185,8 +191,11 @@ def make_forward(config):
             visited, rows = find(
                 work, group, lse, v, q_lengths, kv_lengths, left, right, upper_left
             )
-            wait_q_before(smem, Q_EMPTY, turn)
+            wait_work_before(smem, WORK_EMPTY, turn)
             describe(smem, turn, visited, rows)
+            if lane == 0:
+                arrive_work(smem, WORK_FULL, turn)
+            wait_q_before(smem, Q_EMPTY, turn)
             row0, h, b = field(smem, turn, ROW0), field(smem, turn, HEAD), field(smem, turn, BATCH)
             full = q_event(smem, Q_FULL, turn)
             load_tile(q_slot(smem, turn), q, q_map, full, Q_ROWS, row0, h, b)
@@ -207,11 +216,10 @@ def make_forward(config):
             turn = u32(turn + ONE)
         if not OVERLAP:
             load_last_v(smem, turn, n, v, v_map)
-        wait_q_before(smem, Q_EMPTY, turn)
+        wait_work_before(smem, WORK_EMPTY, turn)
         if lane == 0:
             write(smem, turn, END, i32(0))  # there is no such work
-        if lane < LANES:
-            arrive_q(smem, Q_FULL, turn)
+            arrive_work(smem, WORK_FULL, turn)
         if OVERLAP:
             load_last_v(smem, turn, n, v, v_map)
         # The last block to end leaves the counter as it was: zeros.
@@ -219,58 +227,18 @@ def make_forward(config):
             counter[0] = 0
             counter[1] = 0
 
-    # --- warp 1: store -------------------------------------------------------------------
-
-    @inlined
-    def add_bad_rows(smem, turn, v, left, right, upper_left):
-        """O += what was kept from it, of the tiles that are masked."""
-        q_length, kv_length = field(smem, turn, Q_LENGTH), field(smem, turn, KV_LENGTH)
-        q_row0, offset = field(smem, turn, ROW0), alignment(q_length, kv_length, upper_left)
-        for n_block in range(field(smem, turn, BEGIN), field(smem, turn, END)):
-            if masked(smem, turn, n_block):
-                key = i32(n_block * BLOCK_N)
-                end = min(i32(key + BLOCK_N), kv_length)
-                while key < end:
-                    row = i32(key - offset - q_row0)  # sees this key, as do its neighbours
-                    first = max(i32(row - right), i32(0))
-                    last = min(i32(row + left + 1), i32(q_length - q_row0), Q_ROWS)
-                    v_row = v[field(smem, turn, BATCH), key, field(smem, turn, KV_HEAD)]
-                    restore(q_slot(smem, turn), Q_ROWS, v_row, first, last)
-                    key = i32(key + 1)
-        fence_proxy_async()
-        cuda.syncwarp()
-
-    @inlined
-    def store(smem, v, o, o_map, left, right, upper_left):
-        lane, turn = lane_index(), u32(0)
-        see_map(o_map)
-        wait_q(smem, Q_FULL, turn)
-        while field(smem, turn, END) > 0:
-            wait_q(smem, O_FULL, turn)
-            if field(smem, turn, BAD) != 0:
-                add_bad_rows(smem, turn, v, left, right, upper_left)
-            row0, row_end = field(smem, turn, ROW0), field(smem, turn, ROW_END)
-            h, b = field(smem, turn, HEAD), field(smem, turn, BATCH)
-            store_tile(o, o_map, q_slot(smem, turn), Q_ROWS, row0, row_end, h, b)
-            if lane < LANES:
-                arrive_q(smem, Q_EMPTY, turn)
-            turn = u32(turn + ONE)
-            wait_q(smem, Q_FULL, turn)
-        if lane == 0:
-            cp_async_bulk_wait_group()
-
-    # --- warps 2 and 3: guard ------------------------------------------------------------
+    # --- warps 1 to 3: guard -------------------------------------------------------------
 
     @inlined
     def guard_v(smem, warp):
         lane, turn, n = lane_index(), u32(0), u32(0)
-        wait_q(smem, Q_FULL, turn)
+        wait_work(smem, WORK_FULL, turn)
         while field(smem, turn, END) > 0:
             n_block, begin = field(smem, turn, END), field(smem, turn, BEGIN)
             while n_block > begin:
                 n_block = i32(n_block - 1)
                 wait_kv(smem, V_FULL, n)
-                if masked(smem, turn, n_block) and clean(v_slot(smem, n), i32(warp - 2), i32(2)):
+                if masked(smem, turn, n_block) and clean(v_slot(smem, n), i32(warp - 1), GUARDS):
                     if lane == 0:
                         write(smem, turn, BAD, i32(1))
                 cuda.syncwarp()  # no lane reads the description after the last arrival
@@ -278,7 +246,7 @@ def make_forward(config):
                     arrive_kv(smem, V_READY, n)
                 n = u32(n + ONE)
             turn = u32(turn + ONE)
-            wait_q(smem, Q_FULL, turn)
+            wait_work(smem, WORK_FULL, turn)
 
     # --- warps 4 and up: consume ---------------------------------------------------------
 
@@ -293,9 +261,14 @@ def make_forward(config):
         return i32(warp * 16 - 64 + i32(lane >> u32(2))), i32(lane << ONE & u32(6))
 
     @inlined
+    def speaks():
+        """Whether this is the thread that arrives for its consumer."""
+        return u32(cuda.threadIdx.x) & u32(127) == u32(0)
+
+    @inlined
     def give_back(smem, event, n):
-        """One thread of a consumer tells that it has read tile n."""
-        if u32(cuda.threadIdx.x) & u32(127) == u32(0):
+        """A consumer has read tile n."""
+        if speaks():
             arrive_kv(smem, event, n)
 
     @inlined
@@ -321,11 +294,13 @@ def make_forward(config):
 
     @inlined
     def weights(
-        smem, warp, turn, n, n_block, to_mask, large, s, m, l, a, shift,
+        smem, warp, turn, n, n_block, begin, to_mask, large, s, m, l, a, shift,
         scale, left, right, upper_left,
     ):  # fmt: skip
-        """s has arrived: release K, mask, and make it p."""
+        """s has arrived: release K, after the last also Q; mask s, and make it p."""
         give_back(smem, K_EMPTY, n)
+        if n_block == begin and speaks():
+            arrive_q(smem, Q_EMPTY, turn)
         if NEGATIVE:
             for i in range(S_SIZE):
                 s[i] = -s[i]
@@ -371,11 +346,47 @@ def make_forward(config):
             inverse[r] = rcp(total) if seen else ZERO
 
     @inlined
-    def finish(smem, warp, turn, acc, inverse):
-        """o = acc / l."""
+    def add_bad_rows(smem, turn, tile, row0, column0, v, left, right, upper_left):
+        """O += what was kept from it, of the tiles that are masked."""
+        q_length, kv_length = field(smem, turn, Q_LENGTH), field(smem, turn, KV_LENGTH)
+        offset = alignment(q_length, kv_length, upper_left)
+        for n_block in range(field(smem, turn, BEGIN), field(smem, turn, END)):
+            if masked(smem, turn, n_block):
+                key = i32(n_block * BLOCK_N)
+                end = min(i32(key + BLOCK_N), kv_length)
+                while key < end:
+                    row = i32(key - offset - row0)  # sees this key, as do its neighbours
+                    first = max(i32(row - right), i32(0))
+                    last = min(i32(row + left + 1), i32(q_length - row0), i32(16))
+                    v_row = v[field(smem, turn, BATCH), key, field(smem, turn, KV_HEAD)]
+                    restore(tile, O_COLUMNS, v_row, column0, first, last)
+                    key = i32(key + 1)
+
+    @inlined
+    def write_o(smem, warp, turn, column0, acc, v, o, o_map, left, right, upper_left):
+        """What acc holds of O_COLUMNS columns, by way of this warp's tile in shared memory."""
+        tile = smem + O_AT + u32(warp - 4) * O_BYTES
+        row0 = i32(field(smem, turn, ROW0) + warp * 16 - 64)
+        h, b = field(smem, turn, HEAD), field(smem, turn, BATCH)
+        wait_stores()
+        to_shared(acc, tile, column0, O_COLUMNS)
+        cuda.syncwarp()
+        if field(smem, turn, BAD) != 0:
+            add_bad_rows(smem, turn, tile, row0, column0, v, left, right, upper_left)
+        fence_proxy_async()
+        cuda.syncwarp()
+        row_end = field(smem, turn, ROW_END)
+        store_rows(o, o_map, tile, O_COLUMNS, row0, row_end, column0, h, b)
+
+    @inlined
+    def finish(smem, warp, turn, acc, inverse, v, o, o_map, left, right, upper_left):
+        """o = acc / l; the work is done."""
         divide(acc, inverse)
-        to_shared(acc, q_slot(smem, turn), i32(warp * 16 - 64))
-        arrive_q(smem, O_FULL, turn)
+        write_o(smem, warp, turn, i32(0), acc, v, o, o_map, left, right, upper_left)
+        if D > O_COLUMNS:
+            write_o(smem, warp, turn, O_COLUMNS, acc, v, o, o_map, left, right, upper_left)
+        if lane_index() == 0:
+            arrive_work(smem, WORK_EMPTY, turn)
         zero_acc(acc)
 
     @inlined
@@ -398,13 +409,13 @@ def make_forward(config):
     @inlined
     def visit(smem, warp, turn):
         """The next work is there: how many tiles are before this consumer's, its own, and after."""
-        wait_q(smem, Q_FULL, turn)
+        wait_work(smem, WORK_FULL, turn)
         begin, full_begin, full_end, end = tiles_of(smem, turn, consumer_of(warp))
         before, after = i32(field(smem, turn, END) - end), i32(begin - field(smem, turn, BEGIN))
         return before, begin, full_begin, full_end, end, after
 
     @inlined
-    def consume(smem, warp, lse, scale, left, right, upper_left):
+    def consume(smem, warp, v, o, lse, o_map, scale, left, right, upper_left):
         s = cuda.local.array(S_SIZE, np.float32)
         p = cuda.local.array(P_SIZE, np.uint32)
         acc = cuda.local.array(ACC_SIZE, np.float32)
@@ -418,17 +429,19 @@ def make_forward(config):
             p[i] = u32(0)
         zero_acc(acc)
         restart(m, l, shift)
+        see_map(o_map)
         before, begin, full_begin, full_end, end, after = visit(smem, warp, turn)
         while field(smem, turn, END) > 0:
             n_block = i32(end - 1)
             if alone:  # no acc has been issued beside the first s
                 n = skip(smem, warp, n, before)
+                wait_q(smem, Q_FULL, turn)
                 wait_kv(smem, K_FULL, n)
                 issue_qk(smem, warp, turn, n, s)
                 to_mask = not full_begin <= n_block < full_end
                 wait_s_alone(s)
                 raised, large = weights(
-                    smem, warp, turn, n, n_block, to_mask, large, s, m, l, a, shift,
+                    smem, warp, turn, n, n_block, begin, to_mask, large, s, m, l, a, shift,
                     scale, left, right, upper_left,
                 )  # fmt: skip
                 to_halves(p, s)
@@ -438,7 +451,7 @@ def make_forward(config):
                 to_mask = not full_begin <= n_block < full_end
                 wait_s(s)
                 raised, large = weights(
-                    smem, warp, turn, next_n, n_block, to_mask, large, s, m, l, a, shift,
+                    smem, warp, turn, next_n, n_block, begin, to_mask, large, s, m, l, a, shift,
                     scale, left, right, upper_left,
                 )  # fmt: skip
                 finish_acc(smem, n, acc)
@@ -458,12 +471,13 @@ def make_forward(config):
                 restart(m, l, shift)
                 large = False
                 finish_acc(smem, n, acc)
-                finish(smem, warp, this, acc, inverse)
+                finish(smem, warp, this, acc, inverse, v, o, o_map, left, right, upper_left)
                 n = skip(smem, warp, u32(n + ONE), rest)
                 if not OVERLAP:
                     before, begin, full_begin, full_end, end, after = visit(smem, warp, turn)
             else:
                 n_block, next_n = i32(end - 1), skip(smem, warp, u32(n + ONE), before)
+                wait_q(smem, Q_FULL, turn)
                 issue_both(smem, warp, turn, next_n, n, s, acc, p)
                 close(smem, warp, this, m, l, inverse, lse, scale)
                 restart(m, l, shift)
@@ -471,26 +485,30 @@ def make_forward(config):
                 to_mask = not full_begin <= n_block < full_end
                 wait_s(s)
                 raised, large = weights(
-                    smem, warp, turn, next_n, n_block, to_mask, large, s, m, l, a, shift,
+                    smem, warp, turn, next_n, n_block, begin, to_mask, large, s, m, l, a, shift,
                     scale, left, right, upper_left,
                 )  # fmt: skip
                 finish_acc(smem, n, acc)
-                finish(smem, warp, this, acc, inverse)
+                finish(smem, warp, this, acc, inverse, v, o, o_map, left, right, upper_left)
                 to_halves(p, s)
                 n = next_n
+        if lane_index() == 0:
+            cp_async_bulk_wait_group()
 
     @inlined
     def make_barriers(smem):
-        lanes, consumers, rows = u32(LANES), u32(CONSUMERS), u32(128 * CONSUMERS)
+        lanes, consumers = u32(LANES), u32(CONSUMERS)
+        for i in range(WORK_SLOTS):
+            mbarrier_init(work_event(smem, WORK_FULL, u32(i)), ONE)
+            mbarrier_init(work_event(smem, WORK_EMPTY, u32(i)), u32(4 * CONSUMERS))
         for i in range(Q_SLOTS):
             mbarrier_init(q_event(smem, Q_FULL, u32(i)), lanes)
-            mbarrier_init(q_event(smem, Q_EMPTY, u32(i)), lanes)
-            mbarrier_init(q_event(smem, O_FULL, u32(i)), rows)
+            mbarrier_init(q_event(smem, Q_EMPTY, u32(i)), consumers)
         for i in range(STAGES):
             mbarrier_init(kv_event(smem, K_FULL, u32(i)), lanes)
             mbarrier_init(kv_event(smem, K_EMPTY, u32(i)), consumers)
             mbarrier_init(kv_event(smem, V_FULL, u32(i)), lanes)
-            mbarrier_init(kv_event(smem, V_READY, u32(i)), u32(2 * LANES))
+            mbarrier_init(kv_event(smem, V_READY, u32(i)), u32(GUARDS * LANES))
             mbarrier_init(kv_event(smem, V_EMPTY, u32(i)), consumers)
         fence_mbarrier_init()
 
@@ -511,13 +529,11 @@ def make_forward(config):
                     smem, q, k, v, lse, q_map, k_map, v_map, q_lengths, kv_lengths, counter,
                     left, right, upper_left, works, group,
                 )  # fmt: skip
-            elif warp == 1:
-                store(smem, v, o, o_map, left, right, upper_left)
             else:
                 guard_v(smem, warp)
         else:
             take_registers()
-            consume(smem, warp, lse, scale, left, right, upper_left)
+            consume(smem, warp, v, o, lse, o_map, scale, left, right, upper_left)
 
     x = types.none if config.tma else types.Array(types.uint16, 4, "A")
     n = types.Array(types.int64, 1, "A")
