@@ -21,6 +21,7 @@ ALL_LANES = 0xFFFFFFFF
 # consumers 0, 1 and 2 visit and those that all its rows do, four numbers each; its rows; whether V
 # was cleaned (device/guard.py).
 TILES_BYTES, ALL_ROWS = 16, 3
+WRITERS = ALL_ROWS + 1  # lanes that describe
 BEGIN, FULL_BEGIN, FULL_END, END = (u32(TILES_BYTES * ALL_ROWS + 4 * i) for i in range(4))
 ROW0, ROW_END, HEAD, KV_HEAD, BATCH, Q_LENGTH, KV_LENGTH, BAD = (
     u32(END + 4 + 4 * i) for i in range(8)
@@ -106,7 +107,7 @@ def descriptions(at, slots, block_m, block_n):
     def describe(smem, turn, visited, rows):
         """Write down what `find` found, by a warp."""
         lane = lane_index()
-        if lane <= ALL_ROWS:
+        if lane < WRITERS:
             i = u32(TILES * u32(lane))
             for number in visited:
                 write(smem, turn, i, number)

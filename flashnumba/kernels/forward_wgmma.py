@@ -55,6 +55,7 @@ from flashnumba.device.sequence import (
     Q_LENGTH,
     ROW0,
     ROW_END,
+    WRITERS,
     alignment,
     descriptions,
 )
@@ -89,7 +90,7 @@ def make_forward(config):
     """o and lse."""
     D, BLOCK_M, BLOCK_N = config.head_dim, config.block_m, config.block_n
     CONSUMERS, STAGES = config.consumers, config.stages
-    Q_SLOTS, WORK_SLOTS, GUARDS = config.q_slots, 2, i32(3)
+    Q_SLOTS, WORK_SLOTS, GUARDS = config.q_slots, 4, i32(3)
     LANES = 1 if config.tma else 32  # that arrive for a warp; all, where each moves data itself
     NEGATIVE, OVERLAP = config.negative, config.q_slots > 1
     S_SIZE, P_SIZE, ACC_SIZE = BLOCK_N // 2, BLOCK_N // 4, D // 2
@@ -193,7 +194,7 @@ def make_forward(config):
             )
             wait_work_before(smem, WORK_EMPTY, turn)
             describe(smem, turn, visited, rows)
-            if lane == 0:
+            if lane < WRITERS:
                 arrive_work(smem, WORK_FULL, turn)
             wait_q_before(smem, Q_EMPTY, turn)
             row0, h, b = field(smem, turn, ROW0), field(smem, turn, HEAD), field(smem, turn, BATCH)
@@ -219,6 +220,7 @@ def make_forward(config):
         wait_work_before(smem, WORK_EMPTY, turn)
         if lane == 0:
             write(smem, turn, END, i32(0))  # there is no such work
+        if lane < WRITERS:
             arrive_work(smem, WORK_FULL, turn)
         if OVERLAP:
             load_last_v(smem, turn, n, v, v_map)
@@ -499,7 +501,7 @@ def make_forward(config):
     def make_barriers(smem):
         lanes, consumers = u32(LANES), u32(CONSUMERS)
         for i in range(WORK_SLOTS):
-            mbarrier_init(work_event(smem, WORK_FULL, u32(i)), ONE)
+            mbarrier_init(work_event(smem, WORK_FULL, u32(i)), u32(WRITERS))
             mbarrier_init(work_event(smem, WORK_EMPTY, u32(i)), u32(4 * CONSUMERS))
         for i in range(Q_SLOTS):
             mbarrier_init(q_event(smem, Q_FULL, u32(i)), lanes)
