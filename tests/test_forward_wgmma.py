@@ -44,7 +44,7 @@ def test_it_compiles_to_what_was_meant(config):
     """Tensor cores, no spills, no local memory, no float64, and no products serialised by ptxas.
 
     ptxas says that it does by messages C75xx; a product waited for by itself also shows as one
-    more wait. Scores are multiplied in three places, each with its wait; p v in two, and in a third
+    more wait. Scores and p v are multiplied in two places each, each with its wait, and in a third
     where the kernel runs on across works.
     """
     from flashnumba.kernels.forward_wgmma import make_forward
@@ -57,7 +57,7 @@ def test_it_compiles_to_what_was_meant(config):
     assert cubin.registers == REGISTERS // kernel.threads // 8 * 8
     assert not float64_operations(cubin.code)
     found = operations(cubin.code)
-    p_v = 2 + (config.q_slots > 1)
-    assert found["HGMMA"] == 3 * (config.head_dim // 16) + p_v * (config.block_n // 16), found
-    assert found["WARPGROUP.DEPBAR"] == 3 + p_v, found
+    places = 2 + (config.q_slots > 1)
+    assert found["HGMMA"] == places * (config.head_dim + config.block_n) // 16, found
+    assert found["WARPGROUP.DEPBAR"] == 2 * places, found
     assert (found["UTMALDG"] > 0) == (found["UTMASTG"] > 0) == config.tma, found

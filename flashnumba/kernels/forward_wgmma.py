@@ -5,9 +5,8 @@ block stays on its multiprocessor and takes one tile of query rows (a "work") af
 counter until there are none. One warpgroup moves data, two or three compute, 64 rows each:
 
     warp 0       load     Q  K  K  V  K  V  K  V .. | next work: Q  K  V  K  V  K  V ..
-    warps 2, 3   guard    what is not finite in V, from queries that must not see it
+    warps 1, 2   guard    what is not finite in V, from queries that must not see it
     warps 4 ..   consume     s  s|acc  s|acc  ..      s|acc -> o  s|acc  s|acc ..
-    warp 1       store                                         O
 
 `s` is the product q k^T of a key tile, `acc` is p v of the tile *before* it. They are issued
 together, so the tensor cores multiply p v while the softmax of the newer scores is computed:
@@ -19,14 +18,16 @@ together, so the tensor cores multiply p v while the softmax of the newer scores
 With two slots for Q this runs on across works: the first s of the next work is issued with the last
 acc of this one. Consumers fall out of step by themselves: one computes its softmax while another
 has the tensor cores. Key tiles come from the last to the first, so causal's masked tile is the
-first; a tile that only other consumers' rows see is given back unused.
+first; a tile that only other consumers' rows see is given back unused. O leaves by a tile of each
+warp in shared memory, 128 columns at a time, so that the next Q need not wait for it.
 
-Events, by slots of rings (Q has Q_SLOTS; K and V have STAGES):
+Events, by slots of rings (descriptions of works have WORK_SLOTS, Q has Q_SLOTS, K and V STAGES):
 
-    q_full   a work and its Q are there     q_empty   its O, written over Q, is stored
-    k_full   K is there                     k_empty   every consumer has its scores
-    v_full   V is there                     v_empty   every consumer has added it
-    v_ready  ... and guarded                o_full    every consumer has written its O over Q
+    work_full   a work is described         work_empty  every consumer is done with it
+    q_full      Q is there                  q_empty     every consumer has its last scores
+    k_full      K is there                  k_empty     every consumer has its scores
+    v_full      V is there                  v_empty     every consumer has added it
+    v_ready     ... and guarded
 
 Source: Shah et al., FlashAttention-3 (2024): warp roles, two products in flight.
 """
@@ -90,7 +91,7 @@ def make_forward(config):
     """o and lse."""
     D, BLOCK_M, BLOCK_N = config.head_dim, config.block_m, config.block_n
     CONSUMERS, STAGES = config.consumers, config.stages
-    Q_SLOTS, WORK_SLOTS, GUARDS = config.q_slots, 4, i32(3)
+    Q_SLOTS, WORK_SLOTS, GUARDS = config.q_slots, 4, i32(2)
     LANES = 1 if config.tma else 32  # that arrive for a warp; all, where each moves data itself
     NEGATIVE, OVERLAP = config.negative, config.q_slots > 1
     S_SIZE, P_SIZE, ACC_SIZE = BLOCK_N // 2, BLOCK_N // 4, D // 2
@@ -114,6 +115,7 @@ def make_forward(config):
     )
     WORKS_AT = u32(V_EMPTY + 8 * STAGES)
     SCRATCH = u32(WORKS_AT + DESCRIPTION_BYTES * WORK_SLOTS)
+    assert SCRATCH + 4 <= config.shared_bytes
     work_event, wait_work, wait_work_before, arrive_work = ring(WORK_SLOTS)
     q_event, wait_q, wait_q_before, arrive_q = ring(Q_SLOTS)
     kv_event, wait_kv, wait_kv_before, arrive_kv = ring(STAGES)
@@ -229,7 +231,7 @@ def make_forward(config):
             counter[0] = 0
             counter[1] = 0
 
-    # --- warps 1 to 3: guard -------------------------------------------------------------
+    # --- warps 1 and 2: guard ------------------------------------------------------------
 
     @inlined
     def guard_v(smem, warp):
@@ -531,7 +533,7 @@ def make_forward(config):
                     smem, q, k, v, lse, q_map, k_map, v_map, q_lengths, kv_lengths, counter,
                     left, right, upper_left, works, group,
                 )  # fmt: skip
-            else:
+            elif warp <= GUARDS:
                 guard_v(smem, warp)
         else:
             take_registers()
