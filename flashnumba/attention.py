@@ -101,8 +101,7 @@ def attention(
     )  # fmt: skip
     key, plan = plans.find(q, k, v, options)
     if plan is not None:
-        o, lse = plan(q, k, v)
-        return (o, lse) if return_lse else o
+        return plan(q, k, v, return_lse)
     names = (name for name in attention.__kwdefaults__ if name != "return_lse")
     problem = prepare(q, k, v, **dict(zip(names, options, strict=True)))
     with _resources(problem):

@@ -12,6 +12,7 @@ from flashnumba import runtime
 from flashnumba.launches import forward_call, kernel_of
 
 MAX_PLANS = 1024
+DROPOUT = 11  # its place among the options
 
 _plans = {}  # key -> Plan: the steady state is one look-up here and one launch
 _plans_change = threading.Lock()
@@ -34,40 +35,47 @@ class Plan:
         self.launch = runtime.bind(kernel_of(p, "forward"), blocks, args, (p.q, p.k, p.v, o, lse))
         self.o = p.user_shape(p.o_shape), o.dtype
         self.lse = p.lse_shape[4 - p.ndim :], lse.dtype
-        self.empty = p.xp.ndarray
+        self.lse_bytes = lse.nbytes
+        self.empty, self.alloc = p.xp.ndarray, p.xp.cuda.alloc
         self.out_of_memory = p.xp.cuda.memory.OutOfMemoryError
         self.current_device = p.xp.cuda.runtime.getDevice
 
-    def __call__(self, q, k, v):
-        """(o, lse) in the caller's form."""
+    def __call__(self, q, k, v, return_lse):
+        """o or (o, lse) in the caller's form.
+
+        An lse that nobody asked for is memory alone, which costs less than an array; it is free
+        again after the launch, for what comes later on the stream.
+        """
         if self.current_device() != self.launch.device:
             with q.device:
-                return self(q, k, v)
+                return self(q, k, v, return_lse)
         try:
-            o, lse = self.empty(*self.o), self.empty(*self.lse)
+            o = self.empty(*self.o)
+            lse = self.empty(*self.lse) if return_lse else None
+            memory = lse.data if return_lse else self.alloc(self.lse_bytes)
         except self.out_of_memory as error:
             raise memory_error(error, q, k, v) from error
-        self.launch(q.data.ptr, k.data.ptr, v.data.ptr, o.data.ptr, lse.data.ptr)
-        return o, lse
+        self.launch(q.data.ptr, k.data.ptr, v.data.ptr, o.data.ptr, memory.ptr)
+        return (o, lse) if return_lse else o
 
 
 def find(q, k, v, options):
     """(key, plan or None) of a call; no key for what is not in CuPy arrays or not known by value.
 
     The key holds all that decides about a call but the addresses. True == 1 == 1.0 == 1 + 0j, of
-    which not all are allowed: hence the types.
+    which not all are allowed: hence the types of those options that are numbers.
     """
     cupy = sys.modules.get("cupy")
     if cupy is None or not type(q) is type(k) is type(v) is getattr(cupy, "ndarray", None):
         return None, None
-    window = options[1]
+    causal, window, scale = options[:3]
     try:
         key = (
             q.shape, q.strides, q.dtype, q.data.device_id,
             k.shape, k.strides, k.dtype, k.data.device_id,
             v.shape, v.strides, v.dtype, v.data.device_id,
             (q.data.ptr | k.data.ptr | v.data.ptr) % 16,  # TMA needs 0
-            options, tuple(map(type, options)),
+            options, type(causal), type(scale), type(options[DROPOUT]),
             None if window is None else tuple(map(type, window)),
         )  # fmt: skip
         return key, _plans.get(key)

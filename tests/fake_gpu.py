@@ -32,7 +32,7 @@ class ndarray:
         self.host = host
         self.device = ndarray.gpu.Device(ndarray.gpu.device)
         pointer = host.__array_interface__["data"][0]
-        self.data = SimpleNamespace(ptr=pointer, device_id=self.device.id)
+        self.data = SimpleNamespace(ptr=pointer, device_id=self.device.id, memory=host)
 
     def _of(self, host):
         made = ndarray(None, host=host)
@@ -192,6 +192,7 @@ class FakeGPU:
         cupy.atleast_1d = lambda x: x
         cupy.cuda = SimpleNamespace(
             Device=self.Device,
+            alloc=lambda size: ndarray(size, np.uint8).data,
             get_current_stream=lambda: SimpleNamespace(ptr=self.stream),
             memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
             function=SimpleNamespace(Module=Module),
