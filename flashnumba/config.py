@@ -167,6 +167,52 @@ class WgmmaConfig:
         return tiles + out + 1024  # barriers, descriptions of works, scratch
 
 
+@dataclass(frozen=True)
+class BackwardConfig:
+    """Tiles of kernels/backward_wgmma.py: 64 keys a consumer, queries `block_m` at a time."""
+
+    dtype: str
+    head_dim: int
+    tma: bool
+    consumers: int = 2
+    block_m: int = 64
+    stages: int = 2  # tiles of Q, and as many of dO, in shared memory
+
+    @property
+    def block_n(self):
+        return 64 * self.consumers
+
+    @property
+    def threads(self):
+        return 128 * (self.consumers + 1)
+
+    @property
+    def registers(self):
+        """A thread's registers as (producer, consumer); see WgmmaConfig."""
+        return 24, 240
+
+    @property
+    def q_bytes(self):
+        return 2 * self.block_m * self.head_dim
+
+    @property
+    def kv_bytes(self):
+        return 2 * self.block_n * self.head_dim
+
+    @property
+    def ds_bytes(self):
+        return 2 * self.block_n * self.block_m
+
+    @property
+    def dq_bytes(self):
+        return 4 * self.block_m * self.head_dim
+
+    @property
+    def shared_bytes(self):
+        tiles = 2 * self.kv_bytes + 2 * self.stages * self.q_bytes
+        return tiles + 2 * self.ds_bytes + self.dq_bytes + 2048  # lse and delta, barriers
+
+
 def choose_wgmma(dtype, head_dim, tma, negative=False):
     """The tile configuration of the Hopper forward for one problem."""
     width = next(size for size in (64, 128, 256) if head_dim <= size)

@@ -64,20 +64,22 @@ def copies(head_dim, tma):
             mbarrier_arrive(full)
 
     @inlined
-    def store_rows(x, x_map, source, columns, row0, row_end, column0, h, b):
+    def store_rows(
+        x, x_map, source, subtile_bytes, columns, row0, row_end, column0, h, b
+    ):  # fmt: skip
         """16 rows of a head from `row0` and `columns` columns from `column0`, without those that
         are past `row_end` or past the array. `source` must not change before `wait_stores`."""
         lane = lane_index()
         if tma:
             if lane == 0 and row0 < row_end:  # or TMA ends with the array within these rows
                 for i in range(columns // 64):
-                    part = source + u32(2048 * i)
+                    part = source + u32(subtile_bytes * i)
                     cp_async_bulk_tensor_store(x_map, part, i32(column0 + 64 * i), row0, h, b)
                 cp_async_bulk_commit_group()
         else:
             for row in range(min(16, row_end - row0)):
                 for column in range(lane, min(columns, x.shape[3] - column0), 32):
-                    at = column // 64 * 2048 + swizzle128(128 * row + column % 64 * 2)
+                    at = column // 64 * subtile_bytes + swizzle128(128 * row + column % 64 * 2)
                     half = np.uint16(ld_shared_u16(source + u32(at)))
                     x[b, row0 + row, h, column0 + column] = half
 

@@ -14,22 +14,22 @@ from flashnumba.ptx.layout import swizzle128
 from flashnumba.ptx.shared import stmatrix_x4
 from flashnumba.ptx.thread import cvt_bf16x2, cvt_f16x2
 
-MINUS_INF, ZERO = np.float32(-np.inf), np.float32(0)
+ZERO = np.float32(0)
 i32, u32 = np.int32, np.uint32
 
 
 @cache
 def scores(dtype, columns):
-    """(mask, to_halves) of a tile of scores with `columns` keys."""
+    """(mask, to_halves, halves_to_shared) of a tile of scores with `columns` columns."""
     pack = cvt_f16x2 if dtype == "float16" else cvt_bf16x2
 
     @inlined
-    def mask(s, r, lo, hi):
+    def mask(s, r, lo, hi, unseen):
         """In row r only columns [lo, hi), counted from the thread's first, are seen."""
         for j in range(columns // 8):
             for x in range(2):
                 if not lo <= 8 * j + x < hi:
-                    s[4 * j + 2 * r + x] = MINUS_INF
+                    s[4 * j + 2 * r + x] = unseen
 
     @inlined
     def to_halves(p, s):
@@ -37,7 +37,16 @@ def scores(dtype, columns):
         for i in range(columns // 4):
             p[i] = pack(s[2 * i], s[2 * i + 1])
 
-    return mask, to_halves
+    @inlined
+    def halves_to_shared(p, tile):
+        """Halves as `to_halves` packs them to this warp's 16 rows of a tile of 64 columns."""
+        lane = u32(lane_index())
+        start = tile + u32(swizzle128((lane & u32(15)) << u32(7) | lane & u32(16)))
+        for i in range(columns // 16):
+            x = 4 * i
+            stmatrix_x4(start ^ u32(32 * i), p[x], p[x + 1], p[x + 2], p[x + 3])
+
+    return mask, to_halves, halves_to_shared
 
 
 @cache
@@ -63,14 +72,17 @@ def output(dtype, head_dim):
                     acc[i] = acc[i] * inverse[r] if inverse[r] != ZERO else ZERO
 
     @inlined
-    def to_shared(acc, tile, column0, columns):
-        """`columns` columns of acc from `column0` as halves to this warp's tile of 16 rows."""
+    def to_shared(acc, tile, column0, columns, subtile_bytes):
+        """`columns` columns of acc from `column0` as halves to this warp's 16 rows of a tile.
+
+        `subtile_bytes` from one sub-tile of 64 columns to the next.
+        """
         lane = u32(lane_index())
         start = tile + u32(swizzle128((lane & u32(15)) << u32(7) | lane & u32(16)))
         for i in range(columns // 16):
             x = column0 // 2 + 8 * i
             stmatrix_x4(
-                (start ^ u32(i % 4 * 32)) + u32(i // 4 * 2048),
+                (start ^ u32(i % 4 * 32)) + u32(i // 4 * subtile_bytes),
                 pack(acc[x], acc[x + 1]),
                 pack(acc[x + 2], acc[x + 3]),
                 pack(acc[x + 4], acc[x + 5]),

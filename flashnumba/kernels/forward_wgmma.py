@@ -136,7 +136,7 @@ def make_forward(config):
     see_map, load_tile, store_rows, wait_stores = copies(D, config.tma)
     clean, restore = guard(config.dtype, BLOCK_N, D)
     softmax = online_softmax(BLOCK_N)
-    mask, to_halves = scores(config.dtype, BLOCK_N)
+    mask, to_halves, _ = scores(config.dtype, BLOCK_N)
     rescale, divide, to_shared = output(config.dtype, D)
 
     @inlined
@@ -316,7 +316,9 @@ def make_forward(config):
             offset = alignment(q_length, kv_length, upper_left)
             key = i32(field(smem, turn, ROW0) + row + offset - start)
             for r in range(2):
-                mask(s, r, i32(key + 8 * r - left), min(i32(key + 8 * r + right + 1), end))
+                mask(
+                    s, r, i32(key + 8 * r - left), min(i32(key + 8 * r + right + 1), end), MINUS_INF
+                )
         raised, large = softmax(s, m, l, a, shift, large, scale)
         # ptxas would move the wait for acc before the exponentials, and tensor cores and softmax
         # would no longer overlap (D 256, T 16384: 655 against 732 TFLOP/s). The sum of
@@ -373,14 +375,14 @@ def make_forward(config):
         row0 = i32(field(smem, turn, ROW0) + warp * 16 - 64)
         h, b = field(smem, turn, HEAD), field(smem, turn, BATCH)
         wait_stores()
-        to_shared(acc, tile, column0, O_COLUMNS)
+        to_shared(acc, tile, column0, O_COLUMNS, i32(2048))
         cuda.syncwarp()
         if field(smem, turn, BAD) != 0:
             add_bad_rows(smem, turn, tile, row0, column0, v, left, right, upper_left)
         fence_proxy_async()
         cuda.syncwarp()
         row_end = field(smem, turn, ROW_END)
-        store_rows(o, o_map, tile, O_COLUMNS, row0, row_end, column0, h, b)
+        store_rows(o, o_map, tile, i32(2048), O_COLUMNS, row0, row_end, column0, h, b)
 
     @inlined
     def finish(smem, warp, turn, acc, inverse, v, o, o_map, left, right, upper_left):

@@ -11,7 +11,7 @@ instruction.
 
 import numpy as np
 
-from flashnumba.ptx._asm import i32, u32, u64
+from flashnumba.ptx._asm import address, i32, u32, u64
 from flashnumba.ptx._instruction import instruction
 from flashnumba.ptx.barrier import mbarrier
 from flashnumba.ptx.layout import swizzle128
@@ -128,6 +128,49 @@ def cp_async_bulk_tensor_store(
             part[...] = smem.gather(where)[place]
 
     current_block().part(Copies).store(read)
+
+
+@instruction(
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+    "[{target}], [{source}], {size}, [{barrier}];"
+)
+def cp_async_bulk_load(target: u32, source: address, size: u32, barrier: u32):
+    """Load the first `size` bytes of an array; all but `barrier` are multiples of 16 bytes."""
+    smem, done = memory(), mbarrier(barrier)
+    values = contiguous(source, int(size)).copy()
+    where = int(target) + 4 * np.arange(values.size)
+    smem.scatter(where, np.full(values.shape, 0xFFFFFFFF, np.uint32))
+
+    def arrive():
+        smem.scatter(where, values)
+        done.copied(int(size))
+
+    current_block().part(Copies).loads.append(arrive)
+
+
+@instruction(
+    "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{target}], [{source}], {size};"
+)
+def cp_reduce_async_bulk_add_f32(target: address, source: u32, size: u32):
+    """Add `size` bytes of float32 to the first numbers of an array, each by an atomic of its own.
+
+    Several at a time add in any order. Part of the thread's bulk group, like a store.
+    """
+    smem, place = memory(), contiguous(target, int(size)).view(np.float32)
+    where, reading = int(source) + 4 * np.arange(place.size), smem.reader()
+
+    def add():
+        with reading:
+            place[...] += smem.gather(where, np.float32)
+
+    current_block().part(Copies).store(add)
+
+
+def contiguous(array, size):
+    """The first `size` bytes of an array, as 32-bit numbers."""
+    if size % 16 or array.nbytes < size or not array.flags.c_contiguous or array.itemsize != 4:
+        raise SimulatorError(f"a bulk copy of {size} bytes of an array of {array.nbytes}")
+    return array.reshape(-1)[: size // 4].view(np.uint32)
 
 
 @instruction("fence.proxy.tensormap::generic.acquire.gpu [{tensor}], 128;")

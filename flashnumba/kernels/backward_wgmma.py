@@ -1,0 +1,382 @@
+"""The backward pass on Hopper: dK, dV and dQ with S and P computed again, from lse.
+
+A block owns a tile of keys, 64 a consumer, and walks the query tiles that see them, head by head of
+its group. All products are transposed, keys are rows: so P^T and dS^T leave the tensor cores in the
+registers that the next product takes as its left factor. In a tile, with p = e^(s - lse):
+
+    s  = k q^T              issue                          reads K, Q
+    dp = v do^T             issue                          reads V, dO
+    p  = e^(s - lse)        wait for s
+    dv += p do              issue
+    ds = p (dp - delta)     wait for dp; ds to shared memory
+    dq = ds^T k             issue, a part of the columns each consumer
+    dk += ds q              issue
+                            wait for dq: to shared memory, from where warp 1 adds it to global memory
+                            wait for dk
+
+delta = rowsum(do o) - dlse comes from `make_prepare`, and dq, which all blocks add to in float32 in
+the order of fragments, becomes an array in `make_convert`.
+
+Source: Dao, FlashAttention-2 (2023), algorithm 2; Shah et al., FlashAttention-3 (2024).
+"""
+
+from functools import cache
+
+import numpy as np
+from numba import cuda
+from numba.cuda import types
+
+from flashnumba.config import Kernel
+from flashnumba.device import inlined
+from flashnumba.device.copy import copies
+from flashnumba.device.fragment import output, scores
+from flashnumba.device.pipeline import lane_index, ring
+from flashnumba.device.sequence import length
+from flashnumba.ptx.barrier import (
+    bar_sync,
+    fence_mbarrier_init,
+    mbarrier_arrive_expect_tx,
+    mbarrier_init,
+    setmaxnreg_dec,
+    setmaxnreg_inc,
+)
+from flashnumba.ptx.layout import descriptor_constant, k_major, mn_major
+from flashnumba.ptx.shared import (
+    cvta_to_shared,
+    fence_proxy_async,
+    ld_shared_v2_f32,
+    st_shared_v4_f32,
+)
+from flashnumba.ptx.thread import ex2
+from flashnumba.ptx.tma import (
+    cp_async_bulk_commit_group,
+    cp_async_bulk_load,
+    cp_async_bulk_wait_group,
+    cp_async_bulk_wait_group_read,
+    cp_reduce_async_bulk_add_f32,
+)
+from flashnumba.ptx.wgmma import (
+    wgmma_commit_group,
+    wgmma_fence,
+    wgmma_fence_of,
+    wgmma_rs,
+    wgmma_ss,
+    wgmma_wait_group,
+    zero,
+)
+from flashnumba.window import alignment, tiles
+
+ALL_LANES = 0xFFFFFFFF
+i32, u32, u64, f32 = np.int32, np.uint32, np.uint64, np.float32
+
+
+@cache
+def make_backward(config):
+    """dk, dv, and dq in the order of fragments."""
+    D, BLOCK_M, BLOCK_N = config.head_dim, config.block_m, config.block_n
+    CONSUMERS, STAGES = config.consumers, config.stages
+    LANES = 1 if config.tma else 32
+    S_SIZE, P_SIZE, ACC_SIZE, DQ_SIZE = BLOCK_M // 2, BLOCK_M // 4, D // 2, D // CONSUMERS // 2
+    ONE, ZERO = u32(1), f32(0)
+    M_ROWS, N_ROWS, COLUMNS = i32(BLOCK_M), i32(BLOCK_N), i32(D)
+    CONSUMER_THREADS = u32(128 * CONSUMERS)
+    Q_SUBTILE, KV_SUBTILE = 128 * BLOCK_M, 128 * BLOCK_N
+
+    # Shared memory: K, V; Q, dO; dS, dQ; lse and delta; barriers.
+    KV_BYTES, Q_BYTES, DS_BYTES = u32(config.kv_bytes), u32(config.q_bytes), u32(config.ds_bytes)
+    STATS_BYTES, STATS = u32(8 * BLOCK_M), u32(4 * BLOCK_M)
+    SLOTS = u32(STAGES)
+    V_AT = KV_BYTES
+    Q_AT = u32(V_AT + KV_BYTES)
+    DO_AT = u32(Q_AT + STAGES * Q_BYTES)
+    DS_AT = u32(DO_AT + STAGES * Q_BYTES)
+    DQ_AT = u32(DS_AT + 2 * DS_BYTES)
+    STATS_AT = u32(DQ_AT + config.dq_bytes)
+    EVENTS = u32(STATS_AT + STAGES * STATS_BYTES)
+    KV_FULL, DQ_FULL, DQ_EMPTY = (u32(EVENTS + 8 * i) for i in range(3))
+    Q_FULL, Q_EMPTY, DO_FULL, DO_EMPTY = (u32(EVENTS + 24 + 8 * STAGES * i) for i in range(4))
+    assert DO_EMPTY + 8 * STAGES <= config.shared_bytes
+    one_event, wait_one, wait_one_before, arrive_one = ring(1)
+    q_event, wait_q, wait_q_before, arrive_q = ring(STAGES)
+
+    K_MAJOR = u64(descriptor_constant())
+    DS_MN, Q_MN, KV_MN = (u64(descriptor_constant(n)) for n in (16, Q_SUBTILE, KV_SUBTILE))
+    kv_steps, q_steps = (
+        tuple(k_major(rows, k) for k in range(D // 16)) for rows in (BLOCK_N, BLOCK_M)
+    )
+    keys, queries = (tuple(mn_major(k) for k in range(n // 16)) for n in (BLOCK_N, BLOCK_M))
+    gemm_s = wgmma_ss(BLOCK_M, config.dtype, kv_steps, q_steps)
+    gemm_dkv = wgmma_rs(D, config.dtype, queries)
+    gemm_dq = wgmma_ss(D // CONSUMERS, config.dtype, keys, keys, True, True)
+    wait_s, wait_dq = wgmma_wait_group(1, S_SIZE), wgmma_wait_group(1, DQ_SIZE)
+    wait_acc, zero_acc = wgmma_wait_group(0, ACC_SIZE), zero(ACC_SIZE)
+    fence_acc = wgmma_fence_of(ACC_SIZE, P_SIZE)
+    release_registers = setmaxnreg_dec(config.registers[0])
+    take_registers = setmaxnreg_inc(config.registers[1])
+    see_map, load_tile, store_rows, wait_stores = copies(D, config.tma)
+    mask, to_halves, halves_to_shared = scores(config.dtype, BLOCK_M)
+    _, _, to_shared = output(config.dtype, D)
+
+    @inlined
+    def slot(start, n):
+        return start + n % SLOTS * Q_BYTES
+
+    @inlined
+    def descriptor(constant, address):
+        return constant | u64(address >> u32(4) & u32(0x3FFF))
+
+    # --- warp 0: load --------------------------------------------------------------------
+
+    @inlined
+    def load(smem, place, q, k, v, do, stats, q_map, k_map, v_map, do_map, begin, end, group):
+        lane, n, (n_block, kv_h, b) = lane_index(), u32(0), place
+        see_map(q_map)
+        see_map(k_map)
+        see_map(v_map)
+        see_map(do_map)
+        full, row0 = one_event(smem, KV_FULL, n), i32(n_block * BLOCK_N)
+        load_tile(smem, k, k_map, full, N_ROWS, row0, kv_h, b)
+        load_tile(smem + V_AT, v, v_map, full, N_ROWS, row0, kv_h, b)
+        for g in range(group):
+            h = i32(kv_h * group + g)
+            m_block = begin
+            while m_block < end:
+                row0 = i32(m_block * BLOCK_M)
+                wait_q_before(smem, Q_EMPTY, n)
+                full = q_event(smem, Q_FULL, n)
+                load_tile(slot(smem + Q_AT, n), q, q_map, full, M_ROWS, row0, h, b)
+                if lane == 0:  # what is exp(s) divided by, and delta
+                    mbarrier_arrive_expect_tx(full, STATS_BYTES)
+                    at = u32(smem + STATS_AT + n % SLOTS * STATS_BYTES)
+                    cp_async_bulk_load(at, stats[b, h, m_block], STATS_BYTES, full)
+                wait_q_before(smem, DO_EMPTY, n)
+                full = q_event(smem, DO_FULL, n)
+                load_tile(slot(smem + DO_AT, n), do, do_map, full, M_ROWS, row0, h, b)
+                n = u32(n + ONE)
+                m_block = i32(m_block + 1)
+
+    # --- warp 1: add dQ ------------------------------------------------------------------
+
+    @inlined
+    def add_dq(smem, place, dq, begin, end, group):
+        n, (_, kv_h, b) = u32(0), place
+        for g in range(group):
+            h = i32(kv_h * group + g)
+            m_block = begin
+            while m_block < end:
+                wait_one(smem, DQ_FULL, n)
+                if lane_index() == 0:
+                    cp_reduce_async_bulk_add_f32(
+                        dq[b, h, m_block], u32(smem + DQ_AT), u32(config.dq_bytes)
+                    )
+                    cp_async_bulk_commit_group()
+                    cp_async_bulk_wait_group_read()
+                    arrive_one(smem, DQ_EMPTY, n)
+                cuda.syncwarp()
+                n = u32(n + ONE)
+                m_block = i32(m_block + 1)
+        if lane_index() == 0:
+            cp_async_bulk_wait_group()
+
+    # --- warps 4 and up: consume ---------------------------------------------------------
+
+    @inlined
+    def give_back(smem, event, n):
+        """One thread of a consumer tells that it has read tile n."""
+        if u32(cuda.threadIdx.x) & u32(127) == u32(0):
+            arrive_q(smem, event, n)
+
+    @inlined
+    def probabilities(smem, n, s, scale_log2):
+        """s becomes p = e^(s - lse)."""
+        x = cuda.local.array(2, np.float32)
+        at = u32(smem + STATS_AT + n % SLOTS * STATS_BYTES + (u32(lane_index()) & u32(3)) * u32(8))
+        for j in range(BLOCK_M // 8):
+            ld_shared_v2_f32(x, u32(at + u32(32 * j)))
+            for r in range(2):
+                for c in range(2):
+                    i = 4 * j + 2 * r + c
+                    s[i] = ex2(s[i] * scale_log2 - x[c])
+
+    @inlined
+    def score_gradients(smem, n, s, dp):
+        """dp becomes ds = p (dp - delta)."""
+        x = cuda.local.array(2, np.float32)
+        lane = u32(lane_index()) & u32(3)
+        at = u32(smem + STATS_AT + STATS + n % SLOTS * STATS_BYTES + lane * u32(8))
+        for j in range(BLOCK_M // 8):
+            ld_shared_v2_f32(x, u32(at + u32(32 * j)))
+            for r in range(2):
+                for c in range(2):
+                    i = 4 * j + 2 * r + c
+                    dp[i] = s[i] * (dp[i] - x[c])
+
+    @inlined
+    def write(smem, warp, place, kv_row_end, x, x_map, acc):
+        """A warp's 16 keys of dk or dv, by way of its rows of V, which nobody reads any more."""
+        n_block, kv_h, b = place
+        rows = i32(warp * 16 - 64)
+        tile = smem + V_AT + u32(rows) * u32(128)
+        wait_stores()
+        to_shared(acc, tile, i32(0), COLUMNS, i32(KV_SUBTILE))
+        fence_proxy_async()
+        cuda.syncwarp()
+        row0 = i32(n_block * BLOCK_N + rows)
+        store_rows(
+            x, x_map, tile, i32(KV_SUBTILE), COLUMNS, row0, kv_row_end, i32(0), kv_h, b
+        )  # fmt: skip
+
+    @inlined
+    def consume(smem, warp, place, dk, dv, dk_map, dv_map, begin, full_begin, full_end, end,
+                group, q_length, kv_length, kv_row_end, offset, left, right, scale, scale_log2):  # fmt: skip
+        s = cuda.local.array(S_SIZE, np.float32)
+        dp = cuda.local.array(S_SIZE, np.float32)
+        p = cuda.local.array(P_SIZE, np.uint32)
+        ds = cuda.local.array(P_SIZE, np.uint32)
+        dq = cuda.local.array(DQ_SIZE, np.float32)
+        dk_acc = cuda.local.array(ACC_SIZE, np.float32)
+        dv_acc = cuda.local.array(ACC_SIZE, np.float32)
+        see_map(dk_map)
+        see_map(dv_map)
+        n_block, _, _ = place
+        lane, thread = u32(lane_index()), u32(cuda.threadIdx.x)
+        consumer = u32(u32(warp) >> u32(2)) - ONE
+        row = i32(warp * 16 - 64 + i32(lane >> u32(2)))  # this thread's key in the tile, and + 8
+        column = i32(lane << ONE & u32(6))  # its first query
+        key = i32(n_block * BLOCK_N + row)
+        k_rows = smem + u32(64 * 128) * consumer
+        dq_column0 = consumer * u32(D // CONSUMERS)
+        k_columns = (
+            smem + (dq_column0 >> u32(6)) * u32(KV_SUBTILE) + (dq_column0 & u32(63)) * u32(2)
+        )
+        ds_rows = smem + DS_AT + u32(warp * 16 - 64) * u32(128)
+        dq_at = smem + DQ_AT + (thread - u32(128)) * u32(16)
+        zero_acc(dk_acc)
+        zero_acc(dv_acc)
+        wait_one(smem, KV_FULL, u32(0))
+        n = u32(0)
+        for _g in range(group):
+            m_block = begin
+            while m_block < end:
+                q_tile, do_tile = slot(smem + Q_AT, n), slot(smem + DO_AT, n)
+                wait_q(smem, Q_FULL, n)
+                wgmma_fence()
+                gemm_s(s, descriptor(K_MAJOR, k_rows), descriptor(K_MAJOR, q_tile))
+                wgmma_commit_group()
+                wait_q(smem, DO_FULL, n)
+                wgmma_fence()
+                gemm_s(dp, descriptor(K_MAJOR, k_rows + V_AT), descriptor(K_MAJOR, do_tile))
+                wgmma_commit_group()
+
+                wait_s(s)
+                probabilities(smem, n, s, scale_log2)
+                masked = not full_begin <= m_block < full_end
+                lo = i32(key - offset - right - m_block * BLOCK_M - column)
+                hi = i32(key - offset + left + 1 - m_block * BLOCK_M - column)
+                last = i32(q_length - m_block * BLOCK_M - column)
+                if masked:
+                    for r in range(2):
+                        until = min(i32(hi + 8 * r), last) if key + 8 * r < kv_length else i32(0)
+                        mask(s, r, i32(lo + 8 * r), until, ZERO)
+                to_halves(p, s)
+                fence_acc(dv_acc, p)
+                gemm_dkv(dv_acc, p, descriptor(Q_MN, do_tile))
+                wgmma_commit_group()
+
+                wait_s(dp)
+                score_gradients(smem, n, s, dp)
+                if masked:
+                    for r in range(2):
+                        until = min(i32(hi + 8 * r), last) if key + 8 * r < kv_length else i32(0)
+                        mask(dp, r, i32(lo + 8 * r), until, ZERO)
+                to_halves(ds, dp)
+                ds_tile = u32(n & ONE) * DS_BYTES
+                halves_to_shared(ds, ds_rows + ds_tile)
+                fence_proxy_async()
+                bar_sync(u32(1), CONSUMER_THREADS)
+                wgmma_fence()
+                ds_all = descriptor(DS_MN, smem + DS_AT + ds_tile)
+                gemm_dq(dq, ds_all, descriptor(KV_MN, k_columns))
+                wgmma_commit_group()
+                fence_acc(dk_acc, ds)
+                gemm_dkv(dk_acc, ds, descriptor(Q_MN, q_tile))
+                wgmma_commit_group()
+
+                wait_dq(dq)
+                give_back(smem, DO_EMPTY, n)
+                wait_one_before(smem, DQ_EMPTY, n)
+                for i in range(DQ_SIZE // 4):
+                    x = 4 * i
+                    at = dq_at + u32(i) * u32(16) * CONSUMER_THREADS
+                    st_shared_v4_f32(u32(at), dq[x], dq[x + 1], dq[x + 2], dq[x + 3])
+                fence_proxy_async()
+                arrive_one(smem, DQ_FULL, n)
+                wait_acc(dk_acc)
+                give_back(smem, Q_EMPTY, n)
+                n = u32(n + ONE)
+                m_block = i32(m_block + 1)
+        wait_acc(dv_acc)
+        for i in range(ACC_SIZE):
+            dk_acc[i] *= scale
+        write(smem, warp, place, kv_row_end, dv, dv_map, dv_acc)
+        write(smem, warp, place, kv_row_end, dk, dk_map, dk_acc)
+        if lane == 0:
+            cp_async_bulk_wait_group()
+
+    def backward(
+        q, k, v, do, stats, dq, dk, dv, q_map, k_map, v_map, do_map, dk_map, dv_map,
+        q_lengths, kv_lengths, scale, scale_log2, left, right, upper_left, n_blocks, group,
+        seqlen_q, seqlen_kv, heads_kv,
+    ):  # fmt: skip
+        smem = cvta_to_shared(cuda.shared.array(0, np.uint8, alignment=1024))
+        thread = u32(cuda.threadIdx.x)
+        warp = cuda.shfl_sync(ALL_LANES, i32(thread >> u32(5)), 0)  # the same, and ptxas knows it
+        work = u32(cuda.blockIdx.x)
+        n_block, head = i32(work % u32(n_blocks)), u32(work // u32(n_blocks))
+        place = n_block, i32(head % u32(heads_kv)), i32(head // u32(heads_kv))
+        q_length = i32(length(q_lengths, place[2], seqlen_q))
+        kv_length = i32(length(kv_lengths, place[2], seqlen_kv))
+        offset = i32(alignment(q_length, kv_length, upper_left))
+        first = i32(n_block * BLOCK_N)
+        begin, full_begin, full_end, end = tiles(
+            first, min(i32(first + BLOCK_N), kv_length) - 1, -offset, right, left, q_length, BLOCK_M
+        )
+        begin, full_begin, full_end, end = i32(begin), i32(full_begin), i32(full_end), i32(end)
+        if first + BLOCK_N > kv_length:
+            full_end = full_begin
+        if thread == 0:
+            mbarrier_init(one_event(smem, KV_FULL, u32(0)), u32(2 * LANES))
+            mbarrier_init(one_event(smem, DQ_FULL, u32(0)), CONSUMER_THREADS)
+            mbarrier_init(one_event(smem, DQ_EMPTY, u32(0)), ONE)
+            for i in range(STAGES):
+                mbarrier_init(q_event(smem, Q_FULL, u32(i)), u32(LANES + 1))
+                mbarrier_init(q_event(smem, Q_EMPTY, u32(i)), u32(CONSUMERS))
+                mbarrier_init(q_event(smem, DO_FULL, u32(i)), u32(LANES))
+                mbarrier_init(q_event(smem, DO_EMPTY, u32(i)), u32(CONSUMERS))
+            fence_mbarrier_init()
+        cuda.syncthreads()
+        if warp < 4:
+            release_registers()
+            if warp == 0:
+                load(
+                    smem, place, q, k, v, do, stats, q_map, k_map, v_map, do_map, begin, end, group
+                )
+            elif warp == 1:
+                add_dq(smem, place, dq, begin, end, group)
+        else:
+            take_registers()
+            consume(
+                smem, warp, place, dk, dv, dk_map, dv_map, begin, full_begin, full_end, end,
+                group, q_length, kv_length, seqlen_kv, offset, left, right, scale, scale_log2,
+            )  # fmt: skip
+
+    x = types.none if config.tma else types.Array(types.uint16, 4, "A")
+    a_map = types.uint64 if config.tma else types.none
+    n, stats = types.Array(types.int64, 1, "A"), types.Array(types.float32, 4, "C")
+    signature = types.void(
+        x, x, x, x, stats, stats, x, x, *[a_map] * 6, n, n,
+        types.float32, types.float32, types.int32, types.int32, types.int64, types.int32,
+        types.int32, types.int32, types.int32, types.int32,
+    )  # fmt: skip
+    key = f"wgmma backward {config}"
+    return Kernel(key, backward, signature, config.threads, config.shared_bytes, "a")
