@@ -173,7 +173,6 @@ class BackwardConfig:
 
     dtype: str
     head_dim: int
-    tma: bool
     consumers: int = 2
     block_m: int = 64
     stages: int = 2  # tiles of Q, and as many of dO, in shared memory
@@ -189,7 +188,7 @@ class BackwardConfig:
     @property
     def registers(self):
         """A thread's registers as (producer, consumer); see WgmmaConfig."""
-        return 24, 240
+        return 40, 232
 
     @property
     def q_bytes(self):
@@ -211,6 +210,11 @@ class BackwardConfig:
     def shared_bytes(self):
         tiles = 2 * self.kv_bytes + 2 * self.stages * self.q_bytes
         return tiles + 2 * self.ds_bytes + self.dq_bytes + 2048  # lse and delta, barriers
+
+
+def choose_wgmma_backward(dtype, head_dim):
+    """The tile configuration of the Hopper backward for one problem."""
+    return BackwardConfig(dtype, next(size for size in (64, 128, 256) if head_dim <= size))
 
 
 def choose_wgmma(dtype, head_dim, tma, negative=False):

@@ -11,11 +11,11 @@ registers that the next product takes as its left factor. In a tile, with p = e^
     ds = p (dp - delta)     wait for dp; ds to shared memory
     dq = ds^T k             issue, a part of the columns each consumer
     dk += ds q              issue
-                            wait for dq: to shared memory, from where warp 1 adds it to global memory
+                            wait for dq: to shared memory, from where warp 1 adds it to global
                             wait for dk
 
-delta = rowsum(do o) - dlse comes from `make_prepare`, and dq, which all blocks add to in float32 in
-the order of fragments, becomes an array in `make_convert`.
+delta = rowsum(do o) - dlse comes from kernels/backward_passes.py, and dq, to which all blocks add in
+float32 and in the order of fragments, becomes an array there.
 
 Source: Dao, FlashAttention-2 (2023), algorithm 2; Shah et al., FlashAttention-3 (2024).
 """
@@ -75,7 +75,6 @@ def make_backward(config):
     """dk, dv, and dq in the order of fragments."""
     D, BLOCK_M, BLOCK_N = config.head_dim, config.block_m, config.block_n
     CONSUMERS, STAGES = config.consumers, config.stages
-    LANES = 1 if config.tma else 32
     S_SIZE, P_SIZE, ACC_SIZE, DQ_SIZE = BLOCK_M // 2, BLOCK_M // 4, D // 2, D // CONSUMERS // 2
     ONE, ZERO = u32(1), f32(0)
     M_ROWS, N_ROWS, COLUMNS = i32(BLOCK_M), i32(BLOCK_N), i32(D)
@@ -84,7 +83,7 @@ def make_backward(config):
 
     # Shared memory: K, V; Q, dO; dS, dQ; lse and delta; barriers.
     KV_BYTES, Q_BYTES, DS_BYTES = u32(config.kv_bytes), u32(config.q_bytes), u32(config.ds_bytes)
-    STATS_BYTES, STATS = u32(8 * BLOCK_M), u32(4 * BLOCK_M)
+    STATS_BYTES, STATS, DQ_BYTES = u32(8 * BLOCK_M), u32(4 * BLOCK_M), u32(config.dq_bytes)
     SLOTS = u32(STAGES)
     V_AT = KV_BYTES
     Q_AT = u32(V_AT + KV_BYTES)
@@ -113,7 +112,7 @@ def make_backward(config):
     fence_acc = wgmma_fence_of(ACC_SIZE, P_SIZE)
     release_registers = setmaxnreg_dec(config.registers[0])
     take_registers = setmaxnreg_inc(config.registers[1])
-    see_map, load_tile, store_rows, wait_stores = copies(D, config.tma)
+    see_map, load_tile, store_rows, wait_stores = copies(D, True)
     mask, to_halves, halves_to_shared = scores(config.dtype, BLOCK_M)
     _, _, to_shared = output(config.dtype, D)
 
@@ -128,15 +127,15 @@ def make_backward(config):
     # --- warp 0: load --------------------------------------------------------------------
 
     @inlined
-    def load(smem, place, q, k, v, do, stats, q_map, k_map, v_map, do_map, begin, end, group):
+    def load(smem, place, stats, q_map, k_map, v_map, do_map, begin, end, group):
         lane, n, (n_block, kv_h, b) = lane_index(), u32(0), place
         see_map(q_map)
         see_map(k_map)
         see_map(v_map)
         see_map(do_map)
         full, row0 = one_event(smem, KV_FULL, n), i32(n_block * BLOCK_N)
-        load_tile(smem, k, k_map, full, N_ROWS, row0, kv_h, b)
-        load_tile(smem + V_AT, v, v_map, full, N_ROWS, row0, kv_h, b)
+        load_tile(smem, None, k_map, full, N_ROWS, row0, kv_h, b)
+        load_tile(smem + V_AT, None, v_map, full, N_ROWS, row0, kv_h, b)
         for g in range(group):
             h = i32(kv_h * group + g)
             m_block = begin
@@ -144,14 +143,14 @@ def make_backward(config):
                 row0 = i32(m_block * BLOCK_M)
                 wait_q_before(smem, Q_EMPTY, n)
                 full = q_event(smem, Q_FULL, n)
-                load_tile(slot(smem + Q_AT, n), q, q_map, full, M_ROWS, row0, h, b)
+                load_tile(slot(smem + Q_AT, n), None, q_map, full, M_ROWS, row0, h, b)
                 if lane == 0:  # what is exp(s) divided by, and delta
                     mbarrier_arrive_expect_tx(full, STATS_BYTES)
                     at = u32(smem + STATS_AT + n % SLOTS * STATS_BYTES)
                     cp_async_bulk_load(at, stats[b, h, m_block], STATS_BYTES, full)
                 wait_q_before(smem, DO_EMPTY, n)
                 full = q_event(smem, DO_FULL, n)
-                load_tile(slot(smem + DO_AT, n), do, do_map, full, M_ROWS, row0, h, b)
+                load_tile(slot(smem + DO_AT, n), None, do_map, full, M_ROWS, row0, h, b)
                 n = u32(n + ONE)
                 m_block = i32(m_block + 1)
 
@@ -166,9 +165,7 @@ def make_backward(config):
             while m_block < end:
                 wait_one(smem, DQ_FULL, n)
                 if lane_index() == 0:
-                    cp_reduce_async_bulk_add_f32(
-                        dq[b, h, m_block], u32(smem + DQ_AT), u32(config.dq_bytes)
-                    )
+                    cp_reduce_async_bulk_add_f32(dq[b, h, m_block], u32(smem + DQ_AT), DQ_BYTES)
                     cp_async_bulk_commit_group()
                     cp_async_bulk_wait_group_read()
                     arrive_one(smem, DQ_EMPTY, n)
@@ -212,7 +209,7 @@ def make_backward(config):
                     dp[i] = s[i] * (dp[i] - x[c])
 
     @inlined
-    def write(smem, warp, place, kv_row_end, x, x_map, acc):
+    def write(smem, warp, place, kv_row_end, x_map, acc):
         """A warp's 16 keys of dk or dv, by way of its rows of V, which nobody reads any more."""
         n_block, kv_h, b = place
         rows = i32(warp * 16 - 64)
@@ -223,12 +220,14 @@ def make_backward(config):
         cuda.syncwarp()
         row0 = i32(n_block * BLOCK_N + rows)
         store_rows(
-            x, x_map, tile, i32(KV_SUBTILE), COLUMNS, row0, kv_row_end, i32(0), kv_h, b
+            None, x_map, tile, i32(KV_SUBTILE), COLUMNS, row0, kv_row_end, i32(0), kv_h, b
         )  # fmt: skip
 
     @inlined
-    def consume(smem, warp, place, dk, dv, dk_map, dv_map, begin, full_begin, full_end, end,
-                group, q_length, kv_length, kv_row_end, offset, left, right, scale, scale_log2):  # fmt: skip
+    def consume(
+        smem, warp, place, dk_map, dv_map, begin, full_begin, full_end, end, group,
+        q_length, kv_length, kv_row_end, offset, left, right, scale, scale_log2,
+    ):  # fmt: skip
         s = cuda.local.array(S_SIZE, np.float32)
         dp = cuda.local.array(S_SIZE, np.float32)
         p = cuda.local.array(P_SIZE, np.uint32)
@@ -318,15 +317,14 @@ def make_backward(config):
         wait_acc(dv_acc)
         for i in range(ACC_SIZE):
             dk_acc[i] *= scale
-        write(smem, warp, place, kv_row_end, dv, dv_map, dv_acc)
-        write(smem, warp, place, kv_row_end, dk, dk_map, dk_acc)
+        write(smem, warp, place, kv_row_end, dv_map, dv_acc)
+        write(smem, warp, place, kv_row_end, dk_map, dk_acc)
         if lane == 0:
             cp_async_bulk_wait_group()
 
     def backward(
-        q, k, v, do, stats, dq, dk, dv, q_map, k_map, v_map, do_map, dk_map, dv_map,
-        q_lengths, kv_lengths, scale, scale_log2, left, right, upper_left, n_blocks, group,
-        seqlen_q, seqlen_kv, heads_kv,
+        stats, dq, q_map, k_map, v_map, do_map, dk_map, dv_map, q_lengths, kv_lengths,
+        scale, scale_log2, left, right, upper_left, n_blocks, group, seqlen_q, seqlen_kv, heads_kv,
     ):  # fmt: skip
         smem = cvta_to_shared(cuda.shared.array(0, np.uint8, alignment=1024))
         thread = u32(cuda.threadIdx.x)
@@ -345,38 +343,33 @@ def make_backward(config):
         if first + BLOCK_N > kv_length:
             full_end = full_begin
         if thread == 0:
-            mbarrier_init(one_event(smem, KV_FULL, u32(0)), u32(2 * LANES))
+            mbarrier_init(one_event(smem, KV_FULL, u32(0)), u32(2))
             mbarrier_init(one_event(smem, DQ_FULL, u32(0)), CONSUMER_THREADS)
             mbarrier_init(one_event(smem, DQ_EMPTY, u32(0)), ONE)
             for i in range(STAGES):
-                mbarrier_init(q_event(smem, Q_FULL, u32(i)), u32(LANES + 1))
+                mbarrier_init(q_event(smem, Q_FULL, u32(i)), u32(2))
                 mbarrier_init(q_event(smem, Q_EMPTY, u32(i)), u32(CONSUMERS))
-                mbarrier_init(q_event(smem, DO_FULL, u32(i)), u32(LANES))
+                mbarrier_init(q_event(smem, DO_FULL, u32(i)), ONE)
                 mbarrier_init(q_event(smem, DO_EMPTY, u32(i)), u32(CONSUMERS))
             fence_mbarrier_init()
         cuda.syncthreads()
         if warp < 4:
             release_registers()
             if warp == 0:
-                load(
-                    smem, place, q, k, v, do, stats, q_map, k_map, v_map, do_map, begin, end, group
-                )
+                load(smem, place, stats, q_map, k_map, v_map, do_map, begin, end, group)
             elif warp == 1:
                 add_dq(smem, place, dq, begin, end, group)
         else:
             take_registers()
             consume(
-                smem, warp, place, dk, dv, dk_map, dv_map, begin, full_begin, full_end, end,
-                group, q_length, kv_length, seqlen_kv, offset, left, right, scale, scale_log2,
+                smem, warp, place, dk_map, dv_map, begin, full_begin, full_end, end, group,
+                q_length, kv_length, seqlen_kv, offset, left, right, scale, scale_log2,
             )  # fmt: skip
 
-    x = types.none if config.tma else types.Array(types.uint16, 4, "A")
-    a_map = types.uint64 if config.tma else types.none
-    n, stats = types.Array(types.int64, 1, "A"), types.Array(types.float32, 4, "C")
+    n, rows = types.Array(types.int64, 1, "A"), types.Array(types.float32, 4, "C")
     signature = types.void(
-        x, x, x, x, stats, stats, x, x, *[a_map] * 6, n, n,
-        types.float32, types.float32, types.int32, types.int32, types.int64, types.int32,
-        types.int32, types.int32, types.int32, types.int32,
+        rows, rows, *[types.uint64] * 6, n, n, types.float32, types.float32,
+        types.int32, types.int32, types.int64, *[types.int32] * 5,
     )  # fmt: skip
     key = f"wgmma backward {config}"
     return Kernel(key, backward, signature, config.threads, config.shared_bytes, "a")
