@@ -5,6 +5,8 @@ import sys
 
 import numpy as np
 
+from flashnumba.tensormap import addressable
+
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 DLPACK_CPU, DLPACK_CUDA, DLPACK_CUDA_MANAGED = 1, 2, 13
 
@@ -86,3 +88,14 @@ def allocate(xp, shape, dtype, layout):
         return xp.empty(shape, dtype)
     batch, seqlen, heads, dim = shape
     return xp.empty((batch, heads, seqlen, dim), dtype).transpose(0, 2, 1, 3)
+
+
+def for_tma(x, copy=True):
+    """x itself if TMA can address it, else a copy (or room for one) with rows of 16 bytes."""
+    if addressable(x, address(x)):
+        return x
+    *shape, dim = x.shape
+    room = module(x).empty((*shape, dim + -dim % 8), x.dtype)[..., :dim]
+    if copy:
+        room[...] = x
+    return room

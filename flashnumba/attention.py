@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashnumba import arrays, plans, runtime
-from flashnumba.launches import ceil_div, config_of, forward_call, kernel_of, mask_arguments
+from flashnumba.launches import backward_calls, config_of, forward_call, kernel_of
 from flashnumba.problem import prepare
 
 
@@ -252,8 +252,12 @@ def _explain_kernels(problem):
                 "registers",
                 "{} in warps that move, {} in those that compute".format(*config.registers),
             )
-            yield "backward tiles", _explain_tiles(config_of(problem, "backward_dq"))
-        for name in ("forward", "delta", "backward_dkdv", "backward_dq"):
+            backward = "backward" if problem.wgmma_backward else "backward_dq"
+            yield "backward tiles", _explain_tiles(config_of(problem, backward))
+        names = "delta", "backward_dkdv", "backward_dq"
+        if problem.wgmma_backward:
+            names = "prepare", "backward", "convert"
+        for name in ("forward", *names):
             kernel, cost = kernel_of(problem, name), ""
             if problem.on_gpu:
                 cubin = runtime.load(kernel)[1]
@@ -312,22 +316,12 @@ def _backward(p, do, o, lse, dlse):
 
         return blas.backward(do, dlse, p.q, p.k, p.v, o, lse, scale=p.scale, **p.mask())
     dq, dk, dv = (arrays.allocate(p.xp, x.shape, x.dtype, p.layout) for x in (p.q, p.k, p.v))
-    delta = p.xp.empty(p.lse_shape, p.lse_dtype)
-    config = config_of(p, "backward_dq")
-    batch, seqlen_q, heads_q, head_dim = p.q.shape
-    seqlen_kv, heads_kv, head_dim_v = p.v.shape[1:]
-    mask = mask_arguments(p)
-
-    blocks = ceil_div(batch * heads_q * seqlen_q, config.threads)
-    _launch(p, "delta", blocks, do, o, dlse, delta)
-
-    slices = ceil_div(max(head_dim, head_dim_v), config.d_slice)
-    blocks = batch * heads_kv * ceil_div(seqlen_kv, config.block_m) * slices
-    _launch(p, "backward_dkdv", blocks, do, p.q, p.k, p.v, lse, delta, dk, dv, *mask)
-
-    slices = ceil_div(head_dim, config.d_slice)
-    blocks = batch * heads_q * ceil_div(seqlen_q, config.block_m) * slices
-    _launch(p, "backward_dq", blocks, do, p.q, p.k, p.v, lse, delta, dq, *mask)
+    new = [arrays.for_tma(x, copy=False) if p.wgmma_backward else x for x in (dk, dv)]
+    for name, blocks, args in backward_calls(p, do, o, lse, dlse, dq, *new):
+        _launch(p, name, blocks, *args)
+    for x, y in zip((dk, dv), new, strict=True):
+        if x is not y:
+            x[...] = y
     return dq, dk, dv
 
 

@@ -2,23 +2,34 @@
 
 import numpy as np
 
-from flashnumba import runtime
-from flashnumba.config import choose_simt, choose_wgmma, heads_together
+from flashnumba import arrays, runtime
+from flashnumba.config import (
+    choose_simt,
+    choose_wgmma,
+    choose_wgmma_backward,
+    heads_together,
+)
 from flashnumba.tensormap import TensorMap
 
 FAR = 1 << 30  # further than any key is from any query here, and small enough for 32 bits
 
 
 def config_of(p, name):
-    """The tile configuration of a kernel. Hopper's backward will be a case of its own."""
+    """The tile configuration of a kernel."""
     if p.wgmma and name == "forward":
         return choose_wgmma(p.dtype, p.q.shape[3], p.tma, p.scale < 0)
+    if p.wgmma and name in ("prepare", "backward", "convert"):
+        return choose_wgmma_backward(p.dtype, p.q.shape[3])
     return choose_simt(p.dtype, p.q.shape[3], p.v.shape[3], p.simulated)
 
 
 def kernel_of(p, name):
     if p.wgmma and name == "forward":
         from flashnumba.kernels import forward_wgmma as module
+    elif name == "backward":
+        from flashnumba.kernels import backward_wgmma as module
+    elif name in ("prepare", "convert"):
+        from flashnumba.kernels import backward_passes as module
     else:
         from flashnumba.kernels import simt as module
     return getattr(module, f"make_{name}")(config_of(p, name))
@@ -48,6 +59,51 @@ def forward_call(p, o, lse):
     )  # fmt: skip
     # A block stays on its multiprocessor; two in the simulator, so that they share the tiles.
     return min(tiles, 2 if p.simulated else runtime.multiprocessors()), args
+
+
+def backward_calls(p, do, o, lse, dlse, dq, dk, dv):
+    """[(kernel's name, number of blocks, arguments)] of a backward, in order.
+
+    Scratch on Hopper is float32: (batch, heads_q, seqlen_q, head_dim) for dq, two numbers a row.
+    """
+    if p.wgmma_backward:
+        return _backward_wgmma(p, do, o, lse, dlse, dq, dk, dv)
+    delta = p.xp.empty(p.lse_shape, p.lse_dtype)
+    config = config_of(p, "backward_dq")
+    batch, seqlen_q, heads_q, head_dim = p.q.shape
+    seqlen_kv, heads_kv, head_dim_v = p.v.shape[1:]
+    of_keys = ceil_div(max(head_dim, head_dim_v), config.d_slice)
+    of_keys *= batch * heads_kv * ceil_div(seqlen_kv, config.block_m)
+    of_queries = ceil_div(head_dim, config.d_slice)
+    of_queries *= batch * heads_q * ceil_div(seqlen_q, config.block_m)
+    given = do, p.q, p.k, p.v, lse, delta
+    return [
+        ("delta", ceil_div(batch * heads_q * seqlen_q, config.threads), (do, o, dlse, delta)),
+        ("backward_dkdv", of_keys, (*given, dk, dv, *mask_arguments(p))),
+        ("backward_dq", of_queries, (*given, dq, *mask_arguments(p))),
+    ]
+
+
+def _backward_wgmma(p, do, o, lse, dlse, dq, dk, dv):
+    config = config_of(p, "backward")
+    batch, seqlen_q, heads_q, head_dim = p.q.shape
+    seqlen_kv, heads_kv = p.k.shape[1:3]
+    tiles, n_blocks = ceil_div(seqlen_q, config.block_m), ceil_div(seqlen_kv, config.block_n)
+    rows = p.xp.empty((batch, heads_q, tiles, 2 * config.block_m), np.float32)
+    parts = p.xp.empty((batch, heads_q, tiles, config.block_m * config.head_dim), np.float32)
+    q_map, do_map = (TensorMap(arrays.for_tma(x), config.block_m) for x in (p.q, do))
+    k_map, v_map = (TensorMap(arrays.for_tma(x), config.block_n) for x in (p.k, p.v))
+    maps = q_map, k_map, v_map, do_map, TensorMap(dk, 16), TensorMap(dv, 16)
+    scale_log2 = p.scale_log2 if p.scale >= 0 else -p.scale_log2
+    window = min(p.left, FAR), min(p.right, FAR), p.upper_left
+    mask = p.q_lengths, p.kv_lengths, p.scale, scale_log2, *window
+    sizes = n_blocks, heads_q // heads_kv, seqlen_q, seqlen_kv, heads_kv
+    before = do, o, lse, dlse, p.q_lengths, rows, parts
+    return [
+        ("prepare", ceil_div(batch * heads_q * tiles * config.block_m, 8), before),
+        ("backward", batch * heads_kv * n_blocks, (rows, parts, *maps, *mask, *sizes)),
+        ("convert", ceil_div(parts.size, 1024), (parts, dq, p.scale)),
+    ]
 
 
 def mask_arguments(p):

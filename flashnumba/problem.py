@@ -65,6 +65,11 @@ class Problem:
         return self.backend.endswith("wgmma")
 
     @property
+    def wgmma_backward(self):
+        """Whether they compute its gradients, too."""
+        return self.wgmma and self.q.shape[3] <= 128
+
+    @property
     def masked(self):
         """Whether the mask bounds the keys of a query on any side, as causal and windows do."""
         return self.left != UNBOUNDED or self.right != UNBOUNDED

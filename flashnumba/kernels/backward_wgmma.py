@@ -14,8 +14,8 @@ registers that the next product takes as its left factor. In a tile, with p = e^
                             wait for dq: to shared memory, from where warp 1 adds it to global
                             wait for dk
 
-delta = rowsum(do o) - dlse comes from kernels/backward_passes.py, and dq, to which all blocks add in
-float32 and in the order of fragments, becomes an array there.
+delta = rowsum(do o) - dlse comes from kernels/backward_passes.py. All blocks add to dq, in float32
+and in the order of fragments; there it becomes an array.
 
 Source: Dao, FlashAttention-2 (2023), algorithm 2; Shah et al., FlashAttention-3 (2024).
 """
