@@ -3,9 +3,13 @@
 Tensor cores multiply a masked p = 0 with V all the same, and 0 times NaN is NaN. So where a tile
 is masked, `clean` replaces infinities and NaN in the tile of V by 0. `restore` adds them to the
 rows of O that do see them: there the result is infinite or NaN, as it should be.
+
+In the backward `poison` does so for K and marks the keys, whose visible scores then are NaN, and
+`clear` empties the rows of Q and dO that see no key: p = 0 and ds = 0 are multiplied with them.
 """
 
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 from numba import cuda
@@ -28,7 +32,7 @@ i32, u32 = np.int32, np.uint32
 
 @cache
 def guard(dtype, rows, head_dim):
-    """(clean, restore) for tiles of V of `rows` x `head_dim` halves in 128-byte swizzle."""
+    """clean, restore, poison, clear for tiles of `rows` x `head_dim` halves in 128-byte swizzle."""
     SUBTILES, SUBTILE_BYTES, PARTS = head_dim // 64, 128 * rows, -(-rows // 32)
     INF = {"float16": 0x7C00, "bfloat16": 0x7F80}[dtype]  # an exponent of all ones
     BOTH, CARRY = INF * 0x10001, (INF & -INF) * 0x10001  # adding the carry overflows into the sign
@@ -39,33 +43,73 @@ def guard(dtype, rows, head_dim):
         return u32((x & u32(BOTH)) + u32(CARRY)) & u32(0x80008000)
 
     @inlined
-    def clean(v_tile, worker, workers):
-        """A warp's part of a tile, a lane a row; True if anything was not finite."""
-        lane = lane_index()
+    def scan(start, lane):
+        """Not 0 if anything in this lane's row of the tile, which starts there, is not finite."""
         x = cuda.local.array(4, np.uint32)
-        found = False
+        bad = u32(0)
+        for subtile in range(SUBTILES):
+            for column in range(8):  # of 16 bytes; neighbouring lanes in different banks
+                turned = u32((column ^ lane & 7) * 16)
+                ld_shared_v4_u32(x, start + u32(subtile * SUBTILE_BYTES) + turned)
+                for i in range(4):
+                    bad |= not_finite(x[i])
+        return bad
+
+    @inlined
+    def scrub(start):
+        """0 for what is not finite in the row."""
+        for column in range(32 * SUBTILES):
+            at = start + u32(column // 32 * SUBTILE_BYTES + column % 32 * 4)
+            y = ld_shared_u32(at)
+            wrong = not_finite(y)
+            wrong = (wrong << u32(1)) - (wrong >> u32(15))  # a sign bit to its whole half
+            st_shared_u32(at, y & ~wrong)
+        fence_proxy_async()
+
+    @inlined
+    def clean(tile, worker, workers):
+        """A warp's part of a tile, a lane a row; True if anything was not finite."""
+        lane, found = lane_index(), False
         for part in range(worker, PARTS, workers):
             row = i32(32 * part + lane)
-            start = u32(v_tile + u32(128 * row))
-            bad = u32(0)
-            if row < rows:
-                for subtile in range(SUBTILES):
-                    for column in range(8):  # of 16 bytes; neighbouring lanes in different banks
-                        turned = u32((column ^ lane & 7) * 16)
-                        ld_shared_v4_u32(x, start + u32(subtile * SUBTILE_BYTES) + turned)
-                        for i in range(4):
-                            bad |= not_finite(x[i])
+            start = u32(tile + u32(128 * row))
+            bad = scan(start, lane) if row < rows else u32(0)
             if bad != 0:
-                for column in range(32 * SUBTILES):
-                    at = start + u32(column // 32 * SUBTILE_BYTES + column % 32 * 4)
-                    y = ld_shared_u32(at)
-                    wrong = not_finite(y)
-                    wrong = (wrong << u32(1)) - (wrong >> u32(15))  # a sign bit to its whole half
-                    st_shared_u32(at, y & ~wrong)
-                fence_proxy_async()
+                scrub(start)
             found = found or cuda.any_sync(ALL_LANES, bad != 0)
         cuda.syncwarp()
         return found
+
+    @inlined
+    def poison(tile, flags, worker, workers):
+        """`clean`, and for each row a float32 to `flags`: NaN if anything was not finite, else 0.
+
+        Whether anything was goes there for each worker, behind the rows.
+        """
+        lane, found = lane_index(), False
+        for part in range(worker, PARTS, workers):
+            row = i32(32 * part + lane)
+            bad = False
+            if row < rows:
+                start = u32(tile + u32(128 * row))
+                bad = scan(start, lane) != 0
+                if bad:
+                    scrub(start)
+                st_shared_u32(flags + u32(4 * row), u32(0x7FFFFFFF) if bad else u32(0))
+            found = found or cuda.any_sync(ALL_LANES, bad)
+        st_shared_u32(flags + u32(4 * (rows + worker)), u32(found))
+
+    @inlined
+    def clear(tile, log_l):
+        """A warp clears the rows of a tile whose float32 at `log_l` is +inf."""
+        lane = lane_index()
+        for part in range(PARTS):
+            row = i32(32 * part + lane)
+            if row < rows and ld_shared_u32(log_l + u32(4 * row)) == u32(0x7F800000):
+                for column in range(32 * SUBTILES):
+                    at = column // 32 * SUBTILE_BYTES + column % 32 * 4
+                    st_shared_u32(tile + u32(128 * row) + u32(at), u32(0))
+                fence_proxy_async()
 
     @inlined
     def restore(o_tile, columns, v_row, column0, first, last):
@@ -88,4 +132,4 @@ def guard(dtype, rows, head_dim):
                     row = i32(row + 1)
             column = u32(column + u32(32))
 
-    return clean, restore
+    return SimpleNamespace(clean=clean, restore=restore, poison=poison, clear=clear)

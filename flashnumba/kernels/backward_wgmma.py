@@ -30,6 +30,7 @@ from flashnumba.config import Kernel
 from flashnumba.device import inlined
 from flashnumba.device.copy import copies
 from flashnumba.device.fragment import output, scores
+from flashnumba.device.guard import guard
 from flashnumba.device.pipeline import lane_index, ring
 from flashnumba.device.sequence import length
 from flashnumba.ptx.barrier import (
@@ -44,10 +45,12 @@ from flashnumba.ptx.layout import descriptor_constant, k_major, mn_major
 from flashnumba.ptx.shared import (
     cvta_to_shared,
     fence_proxy_async,
+    ld_shared_f32,
+    ld_shared_u32,
     ld_shared_v2_f32,
     st_shared_v4_f32,
 )
-from flashnumba.ptx.thread import ex2
+from flashnumba.ptx.thread import ex2, opaque
 from flashnumba.ptx.tma import (
     cp_async_bulk_commit_group,
     cp_async_bulk_load,
@@ -91,9 +94,12 @@ def make_backward(config):
     DS_AT = u32(DO_AT + STAGES * Q_BYTES)
     DQ_AT = u32(DS_AT + 2 * DS_BYTES)
     STATS_AT = u32(DQ_AT + config.dq_bytes)
-    EVENTS = u32(STATS_AT + STAGES * STATS_BYTES)
-    KV_FULL, DQ_FULL, DQ_EMPTY = (u32(EVENTS + 8 * i) for i in range(3))
-    Q_FULL, Q_EMPTY, DO_FULL, DO_EMPTY = (u32(EVENTS + 24 + 8 * STAGES * i) for i in range(4))
+    FLAGS_AT = u32(STATS_AT + STAGES * STATS_BYTES)
+    EVENTS = u32(FLAGS_AT + 4 * BLOCK_N + 16)
+    KV_FULL, KV_READY, DQ_FULL, DQ_EMPTY = (u32(EVENTS + 8 * i) for i in range(4))
+    Q_FULL, Q_READY, Q_EMPTY, DO_FULL, DO_READY, DO_EMPTY = (
+        u32(EVENTS + 32 + 8 * STAGES * i) for i in range(6)
+    )
     assert DO_EMPTY + 8 * STAGES <= config.shared_bytes
     one_event, wait_one, wait_one_before, arrive_one = ring(1)
     q_event, wait_q, wait_q_before, arrive_q = ring(STAGES)
@@ -115,6 +121,7 @@ def make_backward(config):
     see_map, load_tile, store_rows, wait_stores = copies(D, True)
     mask, to_halves, halves_to_shared = scores(config.dtype, BLOCK_M)
     _, _, to_shared = output(config.dtype, D)
+    poison, clear = guard(config.dtype, BLOCK_N, D).poison, guard(config.dtype, BLOCK_M, D).clear
 
     @inlined
     def slot(start, n):
@@ -175,6 +182,25 @@ def make_backward(config):
         if lane_index() == 0:
             cp_async_bulk_wait_group()
 
+    # --- warps 2 and 3: guard ------------------------------------------------------------
+
+    @inlined
+    def guard_tiles(smem, warp, masked, tiles):
+        """K from queries that must not see it; Q and dO that see no key from all keys."""
+        wait_one(smem, KV_FULL, u32(0))
+        if masked:
+            poison(smem, u32(smem + FLAGS_AT), i32(warp - 2), i32(2))
+        arrive_one(smem, KV_READY, u32(0))
+        n, full, ready, at = u32(0), DO_FULL, DO_READY, DO_AT
+        if warp == 2:
+            full, ready, at = Q_FULL, Q_READY, Q_AT
+        while n < tiles:
+            wait_q(smem, Q_FULL, n)
+            wait_q(smem, full, n)
+            clear(slot(smem + at, n), u32(smem + STATS_AT + n % SLOTS * STATS_BYTES))
+            arrive_q(smem, ready, n)
+            n = u32(n + ONE)
+
     # --- warps 4 and up: consume ---------------------------------------------------------
 
     @inlined
@@ -209,6 +235,34 @@ def make_backward(config):
                     dp[i] = s[i] * (dp[i] - x[c])
 
     @inlined
+    def place_of(warp):
+        """Of a thread: its key in the tile (and key + 8), its first query (and the next)."""
+        lane = opaque(u32(lane_index()))  # or it is kept in registers all along
+        return i32(warp * 16 - 64 + i32(lane >> u32(2))), i32(lane << ONE & u32(6))
+
+    @inlined
+    def add_poison(smem, warp, s):
+        """Scores of keys that are not finite become NaN."""
+        row, _ = place_of(warp)
+        for r in range(2):
+            bad = ld_shared_f32(u32(smem + FLAGS_AT + u32(4 * (row + 8 * r))))
+            for j in range(BLOCK_M // 8):
+                for x in range(2):
+                    s[4 * j + 2 * r + x] += bad
+
+    @inlined
+    def hide(x, warp, n_block, m_block, q_length, kv_length, offset, left, right):
+        """0 where a query does not see a key."""
+        row, column = place_of(warp)
+        key, first = i32(n_block * BLOCK_N + row), i32(m_block * BLOCK_M + column)
+        for r in range(2):
+            middle = i32(key + 8 * r - offset - first)
+            end = min(i32(middle + left + 1), i32(q_length - first))
+            if key + 8 * r >= kv_length:
+                end = i32(0)
+            mask(x, r, i32(middle - right), end, ZERO)
+
+    @inlined
     def write(smem, warp, place, kv_row_end, x_map, acc):
         """A warp's 16 keys of dk or dv, by way of its rows of V, which nobody reads any more."""
         n_block, kv_h, b = place
@@ -240,9 +294,6 @@ def make_backward(config):
         n_block, _, _ = place
         lane, thread = u32(lane_index()), u32(cuda.threadIdx.x)
         consumer = u32(u32(warp) >> u32(2)) - ONE
-        row = i32(warp * 16 - 64 + i32(lane >> u32(2)))  # this thread's key in the tile, and + 8
-        column = i32(lane << ONE & u32(6))  # its first query
-        key = i32(n_block * BLOCK_N + row)
         k_rows = smem + u32(64 * 128) * consumer
         dq_column0 = consumer * u32(D // CONSUMERS)
         k_columns = (
@@ -252,31 +303,33 @@ def make_backward(config):
         dq_at = smem + DQ_AT + (thread - u32(128)) * u32(16)
         zero_acc(dk_acc)
         zero_acc(dv_acc)
-        wait_one(smem, KV_FULL, u32(0))
+        wait_one(smem, KV_READY, u32(0))
+        poisoned = False
+        if begin < full_begin or full_end < end:
+            flags = u32(smem + FLAGS_AT + u32(4 * BLOCK_N))
+            found = ld_shared_u32(flags) | ld_shared_u32(u32(flags + u32(4)))
+            poisoned = i32(cuda.shfl_sync(ALL_LANES, i32(found), 0)) != 0
         n = u32(0)
         for _g in range(group):
             m_block = begin
             while m_block < end:
                 q_tile, do_tile = slot(smem + Q_AT, n), slot(smem + DO_AT, n)
-                wait_q(smem, Q_FULL, n)
+                wait_q(smem, Q_READY, n)
                 wgmma_fence()
                 gemm_s(s, descriptor(K_MAJOR, k_rows), descriptor(K_MAJOR, q_tile))
                 wgmma_commit_group()
-                wait_q(smem, DO_FULL, n)
+                wait_q(smem, DO_READY, n)
                 wgmma_fence()
                 gemm_s(dp, descriptor(K_MAJOR, k_rows + V_AT), descriptor(K_MAJOR, do_tile))
                 wgmma_commit_group()
 
                 wait_s(s)
-                probabilities(smem, n, s, scale_log2)
                 masked = not full_begin <= m_block < full_end
-                lo = i32(key - offset - right - m_block * BLOCK_M - column)
-                hi = i32(key - offset + left + 1 - m_block * BLOCK_M - column)
-                last = i32(q_length - m_block * BLOCK_M - column)
+                if poisoned:
+                    add_poison(smem, warp, s)
+                probabilities(smem, n, s, scale_log2)
                 if masked:
-                    for r in range(2):
-                        until = min(i32(hi + 8 * r), last) if key + 8 * r < kv_length else i32(0)
-                        mask(s, r, i32(lo + 8 * r), until, ZERO)
+                    hide(s, warp, n_block, m_block, q_length, kv_length, offset, left, right)
                 to_halves(p, s)
                 fence_acc(dv_acc, p)
                 gemm_dkv(dv_acc, p, descriptor(Q_MN, do_tile))
@@ -285,9 +338,7 @@ def make_backward(config):
                 wait_s(dp)
                 score_gradients(smem, n, s, dp)
                 if masked:
-                    for r in range(2):
-                        until = min(i32(hi + 8 * r), last) if key + 8 * r < kv_length else i32(0)
-                        mask(dp, r, i32(lo + 8 * r), until, ZERO)
+                    hide(dp, warp, n_block, m_block, q_length, kv_length, offset, left, right)
                 to_halves(ds, dp)
                 ds_tile = u32(n & ONE) * DS_BYTES
                 halves_to_shared(ds, ds_rows + ds_tile)
@@ -344,10 +395,13 @@ def make_backward(config):
             full_end = full_begin
         if thread == 0:
             mbarrier_init(one_event(smem, KV_FULL, u32(0)), u32(2))
+            mbarrier_init(one_event(smem, KV_READY, u32(0)), u32(64))
             mbarrier_init(one_event(smem, DQ_FULL, u32(0)), CONSUMER_THREADS)
             mbarrier_init(one_event(smem, DQ_EMPTY, u32(0)), ONE)
             for i in range(STAGES):
                 mbarrier_init(q_event(smem, Q_FULL, u32(i)), u32(2))
+                mbarrier_init(q_event(smem, Q_READY, u32(i)), u32(32))
+                mbarrier_init(q_event(smem, DO_READY, u32(i)), u32(32))
                 mbarrier_init(q_event(smem, Q_EMPTY, u32(i)), u32(CONSUMERS))
                 mbarrier_init(q_event(smem, DO_FULL, u32(i)), ONE)
                 mbarrier_init(q_event(smem, DO_EMPTY, u32(i)), u32(CONSUMERS))
@@ -359,6 +413,9 @@ def make_backward(config):
                 load(smem, place, stats, q_map, k_map, v_map, do_map, begin, end, group)
             elif warp == 1:
                 add_dq(smem, place, dq, begin, end, group)
+            else:
+                masked = begin < full_begin or full_end < end
+                guard_tiles(smem, warp, masked, u32(group * (end - begin)))
         else:
             take_registers()
             consume(

@@ -134,7 +134,8 @@ def make_forward(config):
     release_registers = setmaxnreg_dec(config.registers[0])
     take_registers = setmaxnreg_inc(config.registers[1])
     see_map, load_tile, store_rows, wait_stores = copies(D, config.tma)
-    clean, restore = guard(config.dtype, BLOCK_N, D)
+    of_v = guard(config.dtype, BLOCK_N, D)
+    clean, restore = of_v.clean, of_v.restore
     softmax = online_softmax(BLOCK_N)
     mask, to_halves, _ = scores(config.dtype, BLOCK_N)
     rescale, divide, to_shared = output(config.dtype, D)

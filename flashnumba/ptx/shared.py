@@ -127,6 +127,12 @@ def ld_shared_v4_u32(x: writes(u32, 4), a: u32):
     x[:4] = memory().load(a, np.uint32, 4)
 
 
+@instruction("ld.shared.f32 {d}, [{a}];")
+def ld_shared_f32(a: u32) -> f32:
+    """A number at address a, a multiple of 4."""
+    return memory().load(a, np.float32)[0]
+
+
 @instruction("ld.shared.v2.f32 {x}, [{a}];")
 def ld_shared_v2_f32(x: writes(f32, 2), a: u32):
     """x = two numbers at a, a multiple of 8."""
