@@ -169,17 +169,26 @@ class WgmmaConfig:
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """Tiles of kernels/backward_wgmma.py: 64 keys a consumer, queries `block_m` at a time."""
+    """Tiles of kernels/backward_wgmma.py: 64 keys a consumer, queries `block_m` at a time.
+
+    Where dK and dV of 64 keys do not fit a consumer's registers, the consumers share 64 keys: each
+    has a part of the queries in S and dP, and a part of the columns in dK and dV.
+    """
 
     dtype: str
     head_dim: int
     consumers: int = 2
     block_m: int = 64
     stages: int = 2  # tiles of Q, and as many of dO, in shared memory
+    staged: bool = True  # dQ is added from shared memory, by TMA; else from registers
+
+    @property
+    def shared_keys(self):
+        return self.head_dim == 256
 
     @property
     def block_n(self):
-        return 64 * self.consumers
+        return 64 if self.shared_keys else 64 * self.consumers
 
     @property
     def threads(self):
@@ -209,12 +218,15 @@ class BackwardConfig:
     @property
     def shared_bytes(self):
         tiles = 2 * self.kv_bytes + 2 * self.stages * self.q_bytes
-        return tiles + 2 * self.ds_bytes + self.dq_bytes + 2048  # lse and delta, barriers
+        dq_bytes = self.dq_bytes if self.staged else 0
+        p_and_ds = (4 if self.shared_keys else 2) * self.ds_bytes
+        return tiles + p_and_ds + dq_bytes + 2048  # lse and delta, barriers
 
 
 def choose_wgmma_backward(dtype, head_dim):
     """The tile configuration of the Hopper backward for one problem."""
-    return BackwardConfig(dtype, next(size for size in (64, 128, 256) if head_dim <= size))
+    width = next(size for size in (64, 128, 256) if head_dim <= size)
+    return BackwardConfig(dtype, width, staged=width < 256)
 
 
 def choose_wgmma(dtype, head_dim, tma, negative=False):

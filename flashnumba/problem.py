@@ -67,7 +67,7 @@ class Problem:
     @property
     def wgmma_backward(self):
         """Whether they compute its gradients, too."""
-        return self.wgmma and self.q.shape[3] <= 128
+        return self.wgmma
 
     @property
     def masked(self):

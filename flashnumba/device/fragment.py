@@ -38,10 +38,11 @@ def scores(dtype, columns):
             p[i] = pack(s[2 * i], s[2 * i + 1])
 
     @inlined
-    def halves_to_shared(p, tile):
+    def halves_to_shared(p, tile, column0):
         """Halves as `to_halves` packs them to this warp's 16 rows of a tile of 64 columns."""
         lane = u32(lane_index())
-        start = tile + u32(swizzle128((lane & u32(15)) << u32(7) | lane & u32(16)))
+        start = (lane & u32(15)) << u32(7) | lane & u32(16) | column0 * u32(2)
+        start = tile + u32(swizzle128(start))
         for i in range(columns // 16):
             x = 4 * i
             stmatrix_x4(start ^ u32(32 * i), p[x], p[x + 1], p[x + 2], p[x + 3])

@@ -57,6 +57,7 @@ from flashnumba.ptx.tma import (
     cp_async_bulk_wait_group,
     cp_async_bulk_wait_group_read,
     cp_reduce_async_bulk_add_f32,
+    red_global_add_v4_f32,
 )
 from flashnumba.ptx.wgmma import (
     wgmma_commit_group,
@@ -78,9 +79,13 @@ def make_backward(config):
     """dk, dv, and dq in the order of fragments."""
     D, BLOCK_M, BLOCK_N = config.head_dim, config.block_m, config.block_n
     CONSUMERS, STAGES = config.consumers, config.stages
-    S_SIZE, P_SIZE, ACC_SIZE, DQ_SIZE = BLOCK_M // 2, BLOCK_M // 4, D // 2, D // CONSUMERS // 2
+    SHARED, STAGED = config.shared_keys, config.staged
+    QUERIES = BLOCK_M // CONSUMERS if SHARED else BLOCK_M  # of s and dp, of one consumer
+    COLUMNS = i32(D // CONSUMERS if SHARED else D)  # of dk and dv
+    S_SIZE, P_SIZE = QUERIES // 2, QUERIES // 4
+    ACC_SIZE, DQ_SIZE = int(COLUMNS) // 2, D // CONSUMERS // 2
     ONE, ZERO = u32(1), f32(0)
-    M_ROWS, N_ROWS, COLUMNS = i32(BLOCK_M), i32(BLOCK_N), i32(D)
+    M_ROWS, N_ROWS = i32(BLOCK_M), i32(BLOCK_N)
     CONSUMER_THREADS = u32(128 * CONSUMERS)
     Q_SUBTILE, KV_SUBTILE = 128 * BLOCK_M, 128 * BLOCK_N
 
@@ -93,7 +98,8 @@ def make_backward(config):
     DO_AT = u32(Q_AT + STAGES * Q_BYTES)
     DS_AT = u32(DO_AT + STAGES * Q_BYTES)
     DQ_AT = u32(DS_AT + 2 * DS_BYTES)
-    STATS_AT = u32(DQ_AT + config.dq_bytes)
+    P_AT = u32(DQ_AT + STAGED * config.dq_bytes)
+    STATS_AT = u32(P_AT + 2 * SHARED * DS_BYTES)
     FLAGS_AT = u32(STATS_AT + STAGES * STATS_BYTES)
     EVENTS = u32(FLAGS_AT + 4 * BLOCK_N + 16)
     KV_FULL, KV_READY, DQ_FULL, DQ_EMPTY = (u32(EVENTS + 8 * i) for i in range(4))
@@ -110,17 +116,22 @@ def make_backward(config):
         tuple(k_major(rows, k) for k in range(D // 16)) for rows in (BLOCK_N, BLOCK_M)
     )
     keys, queries = (tuple(mn_major(k) for k in range(n // 16)) for n in (BLOCK_N, BLOCK_M))
-    gemm_s = wgmma_ss(BLOCK_M, config.dtype, kv_steps, q_steps)
-    gemm_dkv = wgmma_rs(D, config.dtype, queries)
+    gemm_s = wgmma_ss(QUERIES, config.dtype, kv_steps, q_steps)
+    gemm_dkv = wgmma_rs(int(COLUMNS), config.dtype, queries)
+    p_steps = tuple(k_major(BLOCK_N, k) for k in range(BLOCK_M // 16))
+    gemm_dkv_shared = wgmma_ss(
+        int(COLUMNS), config.dtype, p_steps, queries, b_mn_major=True, add=True
+    )
     gemm_dq = wgmma_ss(D // CONSUMERS, config.dtype, keys, keys, True, True)
-    wait_s, wait_dq = wgmma_wait_group(1, S_SIZE), wgmma_wait_group(1, DQ_SIZE)
+    wait_s, wait_last_s = wgmma_wait_group(1, S_SIZE), wgmma_wait_group(0, S_SIZE)
+    wait_dq = wgmma_wait_group(1, DQ_SIZE)
     wait_acc, zero_acc = wgmma_wait_group(0, ACC_SIZE), zero(ACC_SIZE)
     fence_acc = wgmma_fence_of(ACC_SIZE, P_SIZE)
     release_registers = setmaxnreg_dec(config.registers[0])
     take_registers = setmaxnreg_inc(config.registers[1])
     see_map, load_tile, store_rows, wait_stores = copies(D, True)
-    mask, to_halves, halves_to_shared = scores(config.dtype, BLOCK_M)
-    _, _, to_shared = output(config.dtype, D)
+    mask, to_halves, halves_to_shared = scores(config.dtype, QUERIES)
+    _, _, to_shared = output(config.dtype, int(COLUMNS))
     poison, clear = guard(config.dtype, BLOCK_N, D).poison, guard(config.dtype, BLOCK_M, D).clear
 
     @inlined
@@ -210,11 +221,26 @@ def make_backward(config):
             arrive_q(smem, event, n)
 
     @inlined
-    def probabilities(smem, n, s, scale_log2):
+    def consumer_of(warp):
+        return u32(u32(warp) >> u32(2)) - ONE
+
+    @inlined
+    def row0_of(warp):
+        """The first of a warp's 16 keys in the tile."""
+        return i32(u32(warp) & u32(3)) * i32(16) if SHARED else i32(warp * 16 - 64)
+
+    @inlined
+    def query0_of(warp):
+        """The first query of its consumer's s and dp."""
+        return u32(consumer_of(warp) * u32(QUERIES)) if SHARED else u32(0)
+
+    @inlined
+    def probabilities(smem, n, query0, s, scale_log2):
         """s becomes p = e^(s - lse)."""
         x = cuda.local.array(2, np.float32)
-        at = u32(smem + STATS_AT + n % SLOTS * STATS_BYTES + (u32(lane_index()) & u32(3)) * u32(8))
-        for j in range(BLOCK_M // 8):
+        lane = u32(lane_index()) & u32(3)
+        at = u32(smem + STATS_AT + n % SLOTS * STATS_BYTES + query0 * u32(4) + lane * u32(8))
+        for j in range(QUERIES // 8):
             ld_shared_v2_f32(x, u32(at + u32(32 * j)))
             for r in range(2):
                 for c in range(2):
@@ -222,12 +248,13 @@ def make_backward(config):
                     s[i] = ex2(s[i] * scale_log2 - x[c])
 
     @inlined
-    def score_gradients(smem, n, s, dp):
+    def score_gradients(smem, n, query0, s, dp):
         """dp becomes ds = p (dp - delta)."""
         x = cuda.local.array(2, np.float32)
         lane = u32(lane_index()) & u32(3)
-        at = u32(smem + STATS_AT + STATS + n % SLOTS * STATS_BYTES + lane * u32(8))
-        for j in range(BLOCK_M // 8):
+        at = u32(smem + STATS_AT + STATS + n % SLOTS * STATS_BYTES)
+        at = u32(at + query0 * u32(4) + lane * u32(8))
+        for j in range(QUERIES // 8):
             ld_shared_v2_f32(x, u32(at + u32(32 * j)))
             for r in range(2):
                 for c in range(2):
@@ -238,7 +265,8 @@ def make_backward(config):
     def place_of(warp):
         """Of a thread: its key in the tile (and key + 8), its first query (and the next)."""
         lane = opaque(u32(lane_index()))  # or it is kept in registers all along
-        return i32(warp * 16 - 64 + i32(lane >> u32(2))), i32(lane << ONE & u32(6))
+        column = i32(u32(query0_of(warp)) + (lane << ONE & u32(6)))
+        return i32(row0_of(warp) + i32(lane >> u32(2))), column
 
     @inlined
     def add_poison(smem, warp, s):
@@ -246,7 +274,7 @@ def make_backward(config):
         row, _ = place_of(warp)
         for r in range(2):
             bad = ld_shared_f32(u32(smem + FLAGS_AT + u32(4 * (row + 8 * r))))
-            for j in range(BLOCK_M // 8):
+            for j in range(QUERIES // 8):
                 for x in range(2):
                     s[4 * j + 2 * r + x] += bad
 
@@ -266,20 +294,22 @@ def make_backward(config):
     def write(smem, warp, place, kv_row_end, x_map, acc):
         """A warp's 16 keys of dk or dv, by way of its rows of V, which nobody reads any more."""
         n_block, kv_h, b = place
-        rows = i32(warp * 16 - 64)
-        tile = smem + V_AT + u32(rows) * u32(128)
+        rows, column0 = i32(row0_of(warp)), u32(0)
+        if SHARED:
+            column0 = u32(consumer_of(warp) * u32(COLUMNS))
+        tile = smem + V_AT + u32(rows) * u32(128) + (column0 >> u32(6)) * u32(KV_SUBTILE)
         wait_stores()
         to_shared(acc, tile, i32(0), COLUMNS, i32(KV_SUBTILE))
         fence_proxy_async()
         cuda.syncwarp()
         row0 = i32(n_block * BLOCK_N + rows)
         store_rows(
-            None, x_map, tile, i32(KV_SUBTILE), COLUMNS, row0, kv_row_end, i32(0), kv_h, b
+            None, x_map, tile, i32(KV_SUBTILE), COLUMNS, row0, kv_row_end, i32(column0), kv_h, b
         )  # fmt: skip
 
     @inlined
     def consume(
-        smem, warp, place, dk_map, dv_map, begin, full_begin, full_end, end, group,
+        smem, warp, place, dq_parts, dk_map, dv_map, begin, full_begin, full_end, end, group,
         q_length, kv_length, kv_row_end, offset, left, right, scale, scale_log2,
     ):  # fmt: skip
         s = cuda.local.array(S_SIZE, np.float32)
@@ -291,16 +321,13 @@ def make_backward(config):
         dv_acc = cuda.local.array(ACC_SIZE, np.float32)
         see_map(dk_map)
         see_map(dv_map)
-        n_block, _, _ = place
-        lane, thread = u32(lane_index()), u32(cuda.threadIdx.x)
-        consumer = u32(u32(warp) >> u32(2)) - ONE
-        k_rows = smem + u32(64 * 128) * consumer
+        n_block, kv_h, b = place
+        consumer, query0 = consumer_of(warp), query0_of(warp)
+        k_rows = smem if SHARED else smem + u32(64 * 128) * consumer
         dq_column0 = consumer * u32(D // CONSUMERS)
-        k_columns = (
-            smem + (dq_column0 >> u32(6)) * u32(KV_SUBTILE) + (dq_column0 & u32(63)) * u32(2)
-        )
-        ds_rows = smem + DS_AT + u32(warp * 16 - 64) * u32(128)
-        dq_at = smem + DQ_AT + (thread - u32(128)) * u32(16)
+        subtile, within = dq_column0 >> u32(6), dq_column0 & u32(63)
+        k_columns = smem + subtile * u32(KV_SUBTILE) + within * u32(2)
+        acc_columns = subtile * u32(Q_SUBTILE) if SHARED else u32(0)  # in Q and dO
         zero_acc(dk_acc)
         zero_acc(dv_acc)
         wait_one(smem, KV_READY, u32(0))
@@ -310,57 +337,77 @@ def make_backward(config):
             found = ld_shared_u32(flags) | ld_shared_u32(u32(flags + u32(4)))
             poisoned = i32(cuda.shfl_sync(ALL_LANES, i32(found), 0)) != 0
         n = u32(0)
-        for _g in range(group):
+        for g in range(group):
             m_block = begin
             while m_block < end:
                 q_tile, do_tile = slot(smem + Q_AT, n), slot(smem + DO_AT, n)
+                rows = query0 * u32(128)
                 wait_q(smem, Q_READY, n)
                 wgmma_fence()
-                gemm_s(s, descriptor(K_MAJOR, k_rows), descriptor(K_MAJOR, q_tile))
+                gemm_s(s, descriptor(K_MAJOR, k_rows), descriptor(K_MAJOR, q_tile + rows))
                 wgmma_commit_group()
                 wait_q(smem, DO_READY, n)
                 wgmma_fence()
-                gemm_s(dp, descriptor(K_MAJOR, k_rows + V_AT), descriptor(K_MAJOR, do_tile))
+                gemm_s(dp, descriptor(K_MAJOR, k_rows + V_AT), descriptor(K_MAJOR, do_tile + rows))
                 wgmma_commit_group()
 
                 wait_s(s)
                 masked = not full_begin <= m_block < full_end
                 if poisoned:
                     add_poison(smem, warp, s)
-                probabilities(smem, n, s, scale_log2)
+                probabilities(smem, n, query0, s, scale_log2)
                 if masked:
                     hide(s, warp, n_block, m_block, q_length, kv_length, offset, left, right)
                 to_halves(p, s)
-                fence_acc(dv_acc, p)
-                gemm_dkv(dv_acc, p, descriptor(Q_MN, do_tile))
-                wgmma_commit_group()
-
-                wait_s(dp)
-                score_gradients(smem, n, s, dp)
+                buffer = u32(n & ONE) * DS_BYTES
+                own = buffer + u32(row0_of(warp)) * u32(128)
+                if SHARED:
+                    halves_to_shared(p, smem + P_AT + own, query0)
+                    wait_last_s(dp)
+                else:
+                    fence_acc(dv_acc, p)
+                    gemm_dkv(dv_acc, p, descriptor(Q_MN, do_tile))
+                    wgmma_commit_group()
+                    wait_s(dp)
+                score_gradients(smem, n, query0, s, dp)
                 if masked:
                     hide(dp, warp, n_block, m_block, q_length, kv_length, offset, left, right)
                 to_halves(ds, dp)
-                ds_tile = u32(n & ONE) * DS_BYTES
-                halves_to_shared(ds, ds_rows + ds_tile)
+                halves_to_shared(ds, smem + DS_AT + own, query0)
                 fence_proxy_async()
                 bar_sync(u32(1), CONSUMER_THREADS)
                 wgmma_fence()
-                ds_all = descriptor(DS_MN, smem + DS_AT + ds_tile)
-                gemm_dq(dq, ds_all, descriptor(KV_MN, k_columns))
+                if SHARED:
+                    p_tile = descriptor(K_MAJOR, smem + P_AT + buffer)
+                    gemm_dkv_shared(dv_acc, p_tile, descriptor(Q_MN, do_tile + acc_columns))
+                    wgmma_commit_group()
+                ds_tile = smem + DS_AT + buffer
+                gemm_dq(dq, descriptor(DS_MN, ds_tile), descriptor(KV_MN, k_columns))
                 wgmma_commit_group()
-                fence_acc(dk_acc, ds)
-                gemm_dkv(dk_acc, ds, descriptor(Q_MN, q_tile))
+                if SHARED:
+                    q_columns = descriptor(Q_MN, q_tile + acc_columns)
+                    gemm_dkv_shared(dk_acc, descriptor(K_MAJOR, ds_tile), q_columns)
+                else:
+                    fence_acc(dk_acc, ds)
+                    gemm_dkv(dk_acc, ds, descriptor(Q_MN, q_tile))
                 wgmma_commit_group()
 
                 wait_dq(dq)
                 give_back(smem, DO_EMPTY, n)
-                wait_one_before(smem, DQ_EMPTY, n)
+                part = u32(u32(cuda.threadIdx.x) - u32(128))
+                if STAGED:
+                    wait_one_before(smem, DQ_EMPTY, n)
                 for i in range(DQ_SIZE // 4):
-                    x = 4 * i
-                    at = dq_at + u32(i) * u32(16) * CONSUMER_THREADS
-                    st_shared_v4_f32(u32(at), dq[x], dq[x + 1], dq[x + 2], dq[x + 3])
-                fence_proxy_async()
-                arrive_one(smem, DQ_FULL, n)
+                    x, at = 4 * i, u32(part + u32(i) * CONSUMER_THREADS)
+                    if STAGED:
+                        at = u32(smem + DQ_AT + at * u32(16))
+                        st_shared_v4_f32(at, dq[x], dq[x + 1], dq[x + 2], dq[x + 3])
+                    else:
+                        row = dq_parts[b, i32(kv_h * group + g), m_block]
+                        red_global_add_v4_f32(row, at, dq[x], dq[x + 1], dq[x + 2], dq[x + 3])
+                if STAGED:
+                    fence_proxy_async()
+                    arrive_one(smem, DQ_FULL, n)
                 wait_acc(dk_acc)
                 give_back(smem, Q_EMPTY, n)
                 n = u32(n + ONE)
@@ -370,7 +417,7 @@ def make_backward(config):
             dk_acc[i] *= scale
         write(smem, warp, place, kv_row_end, dv_map, dv_acc)
         write(smem, warp, place, kv_row_end, dk_map, dk_acc)
-        if lane == 0:
+        if lane_index() == 0:
             cp_async_bulk_wait_group()
 
     def backward(
@@ -411,15 +458,15 @@ def make_backward(config):
             release_registers()
             if warp == 0:
                 load(smem, place, stats, q_map, k_map, v_map, do_map, begin, end, group)
-            elif warp == 1:
+            elif warp == 1 and STAGED:
                 add_dq(smem, place, dq, begin, end, group)
-            else:
+            elif warp > 1:
                 masked = begin < full_begin or full_end < end
                 guard_tiles(smem, warp, masked, u32(group * (end - begin)))
         else:
             take_registers()
             consume(
-                smem, warp, place, dk_map, dv_map, begin, full_begin, full_end, end, group,
+                smem, warp, place, dq, dk_map, dv_map, begin, full_begin, full_end, end, group,
                 q_length, kv_length, seqlen_kv, offset, left, right, scale, scale_log2,
             )  # fmt: skip
 

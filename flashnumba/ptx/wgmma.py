@@ -92,14 +92,14 @@ def zero(size):
 
 
 @cache
-def wgmma_ss(n, dtype, a_steps, b_steps, a_mn_major=False, b_mn_major=False):
-    """D (64, n) = A (64, 16 steps) B (16 steps, n), both from shared memory.
+def wgmma_ss(n, dtype, a_steps, b_steps, a_mn_major=False, b_mn_major=False, add=False):
+    """D (64, n) = A (64, 16 steps) B (16 steps, n), both from shared memory; += if `add`.
 
-    D is output only: its old value, kept alive to be multiplied by 0, would cost n / 2 registers.
-    `a_steps`, `b_steps`: bytes from the descriptors' start to each step (layout.py).
+    Else D is output only: its old value, kept alive to be multiplied by 0, would cost n / 2
+    registers. `a_steps`, `b_steps`: bytes from the descriptors' start to each step (layout.py).
     """
     kind = TYPES[dtype]
-    text = "{{\n.reg .pred add;\n.reg .b64 at, bt;\nsetp.ne.b32 add, 0, 0;\n"
+    text = f"{{{{\n.reg .pred add;\n.reg .b64 at, bt;\nsetp.ne.b32 add, {int(add)}, 0;\n"
     for step, (a, b) in enumerate(zip(a_steps, b_steps, strict=True)):
         text += f"add.s64 at, {{a}}, {a >> 4};\nadd.s64 bt, {{b}}, {b >> 4};\n"
         text += (
@@ -109,13 +109,17 @@ def wgmma_ss(n, dtype, a_steps, b_steps, a_mn_major=False, b_mn_major=False):
         )
 
     @warpgroup_instruction(text + "}}", asynchronous=reader)
-    def wgmma_ss(d_frag: writes(f32, n // 2), a: uniform(u64), b: uniform(u64)):
+    def wgmma_ss(
+        d_frag: updates(f32, n // 2) if add else writes(f32, n // 2),
+        a: uniform(u64),
+        b: uniform(u64),
+    ):
         d = np.zeros((64, n), np.float32)
         for a_step, b_step in zip(a_steps, b_steps, strict=True):
             a_tile = operand(a + (a_step >> 4), 64, a_mn_major, dtype)
             d += a_tile @ operand(b + (b_step >> 4), n, b_mn_major, dtype).T
         rows, columns = accumulator(n)
-        d_frag[:] = d[rows, columns]
+        d_frag[:] = d_frag + d[rows, columns] if add else d[rows, columns]
 
     return wgmma_ss
 
