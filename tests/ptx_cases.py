@@ -37,22 +37,28 @@ from flashnumba.ptx.layout import descriptor_constant, k_major, mn_major, swizzl
 from flashnumba.ptx.shared import (
     cvta_to_shared,
     fence_proxy_async,
+    ld_shared_f32,
     ld_shared_u16,
     ld_shared_u32,
+    ld_shared_v2_f32,
     ld_shared_v4_u32,
     st_shared_f32_if_negative,
     st_shared_u16,
     st_shared_u32,
+    st_shared_v4_f32,
     stmatrix_x4,
 )
 from flashnumba.ptx.thread import cvt_bf16x2, cvt_f16x2, ex2, lg2, max_f32, opaque, rcp
 from flashnumba.ptx.tma import (
     cp_async_bulk_commit_group,
+    cp_async_bulk_load,
     cp_async_bulk_tensor_load,
     cp_async_bulk_tensor_store,
     cp_async_bulk_wait_group,
     cp_async_bulk_wait_group_read,
+    cp_reduce_async_bulk_add_f32,
     fence_proxy_tensormap,
+    red_global_add_v4_f32,
 )
 from flashnumba.ptx.wgmma import (
     wgmma_commit_group,
@@ -420,11 +426,63 @@ def make_tma():
     return Case(kernel, operands, {1: exact, 3: exact}, machine)
 
 
+def make_bulk():
+    """Rows are loaded in bulk, read by 4 and 8 bytes, and added to rows elsewhere in three ways."""
+    ROWS, SIZE = 5, 512  # of numbers
+    BYTES, OUT_AT, FULL_AT = 4 * SIZE, 4 * SIZE, 8 * SIZE
+
+    def kernel(x, to, by_4, by_8, y, z):
+        smem = cvta_to_shared(cuda.shared.array(0, np.uint8, alignment=1024))
+        t = i32(cuda.threadIdx.x)
+        pair = cuda.local.array(2, np.float32)
+        full, out = smem + u32(FULL_AT), smem + u32(OUT_AT)
+        if t == 0:
+            mbarrier_init(full, u32(1))
+            fence_mbarrier_init()
+        cuda.syncthreads()
+        for n in range(ROWS):
+            if t == 0:
+                mbarrier_arrive_expect_tx(full, u32(BYTES))
+                cp_async_bulk_load(smem, x[n], u32(BYTES), full)
+                cp_async_bulk_wait_group_read()
+            mbarrier_wait(full, u32(n & 1))
+            cuda.syncthreads()
+            for i in range(2):
+                ld_shared_v2_f32(pair, smem + u32(8 * t + 1024 * i))
+                by_8[n, 2 * t + 256 * i], by_8[n, 2 * t + 256 * i + 1] = pair[0], pair[1]
+            for i in range(4):
+                by_4[n, t + 128 * i] = ld_shared_f32(smem + u32(4 * t + 512 * i))
+            at = 4 * t
+            st_shared_v4_f32(out + u32(16 * t), x[n, at], x[n, at + 1], x[n, at + 2], x[n, at + 3])
+            fence_proxy_async()
+            cuda.syncthreads()
+            if t == 0:
+                cp_reduce_async_bulk_add_f32(y[to[n]], out, u32(BYTES))
+                cp_async_bulk_commit_group()
+            red_global_add_v4_f32(
+                z[to[n]], u32(127 - t), x[n, at], x[n, at + 1], x[n, at + 2], x[n, at + 3]
+            )
+            cuda.syncthreads()
+        if t == 0:
+            cp_async_bulk_wait_group()
+
+    def operands(rng):
+        numbers = lambda rows: rng.integers(-99, 100, (rows, SIZE)).astype(f32)
+        out = [np.zeros((ROWS, SIZE), f32) for _ in range(2)]
+        return [numbers(ROWS), np.array([2, 0, 2, 1, 0]), *out, numbers(3), numbers(3)]
+
+    rows = types.Array(types.float32, 2, "C")
+    kinds = [rows, types.Array(types.int64, 1, "A"), *[rows] * 4]
+    kernel = kernel_of("bulk", kernel, kinds, 128, FULL_AT + 1024, "a")
+    machine = {"UBLKCP": 1, "UBLKRED": 1, "RED": 1, "STS": 1, "LDS": 2}
+    return Case(kernel, operands, dict.fromkeys((2, 3, 4, 5), exact), machine)
+
+
 # --- wgmma.py -------------------------------------------------------------------------------------
 
 SIZES = (64, 80, 96, 128, 160, 176, 256)
 DEPTH, STEPS = 128, 5  # columns of A for wgmma_ss; steps of 16 for wgmma_rs: more than 64 columns
-PRODUCTS = ("ss", "ss b mn", "ss a mn b mn", "ss a mn", "rs b mn", "rs")
+PRODUCTS = ("ss", "ss b mn", "ss a mn b mn", "ss a mn", "rs b mn", "rs", "ss b mn add")
 
 
 def make_wgmma(n, dtype, integers):
@@ -445,6 +503,7 @@ def make_wgmma(n, dtype, integers):
     ss_b = wgmma_ss(n, dtype, a_steps, mn_steps, b_mn_major=True)
     ss_ab = wgmma_ss(n, dtype, mn_steps, mn_steps, True, True)
     ss_a = wgmma_ss(n, dtype, mn_steps, b_steps, a_mn_major=True)
+    ss_add = wgmma_ss(n, dtype, a_steps, mn_steps, b_mn_major=True, add=True)
     rs_b = wgmma_rs(n, dtype, mn_steps[:STEPS])
     rs = wgmma_rs(n, dtype, b_steps[:STEPS], b_mn_major=False)
     fence, wait = wgmma_fence_of(SIZE, A_SIZE), wgmma_wait_group(0, SIZE)
@@ -507,9 +566,13 @@ def make_wgmma(n, dtype, integers):
             fence(d, x)
             rs_b(d, x, b_mn)
             end()
-        else:
+        elif product == 5:
             fence(d, x)
             rs(d, x, b_k)
+            end()
+        else:
+            fence(d, x)
+            ss_add(d, a_k, b_mn)
             end()
         for i in range(SIZE):
             out[product, t, i] = d[i]
@@ -520,7 +583,7 @@ def make_wgmma(n, dtype, integers):
         start = rng.integers(-8, 9, (128, SIZE)).astype(f32)
         maps = [TensorMap(x[None, :, None].view(np.float16), len(x)) for x in (a, b)]
         maps += [TensorMap(x.T.copy()[None, :, None].view(np.float16), DEPTH) for x in (a, b)]
-        return [*maps, a_fragment(a[:, : 16 * STEPS]), start, np.zeros((6, 128, SIZE), f32)]
+        return [*maps, a_fragment(a[:, : 16 * STEPS]), start, np.zeros((7, 128, SIZE), f32)]
 
     def agree(got, expected):
         # Standard normal operands: the sum of the magnitudes of DEPTH products is about 0.64 DEPTH.
@@ -530,8 +593,8 @@ def make_wgmma(n, dtype, integers):
     kinds = [types.uint64] * 4 + [words(2), floats(2), floats(3)]
     name = f"wgmma {n} {dtype}"
     kernel = kernel_of(name, kernel, kinds, 128, FULL_AT + 1024, "a")
-    machine = {"HGMMA": 4 * STEPS_SS + 2 * STEPS, "WARPGROUP.DEPBAR": 6}
-    return Case(kernel, operands, {6: agree}, machine, 6)
+    machine = {"HGMMA": 5 * STEPS_SS + 2 * STEPS, "WARPGROUP.DEPBAR": 7}
+    return Case(kernel, operands, {6: agree}, machine, 7)
 
 
 def random_halves(rng, shape, dtype, integers):
@@ -727,6 +790,7 @@ def cases():
         "stmatrix": make_stmatrix(),
         "barriers": make_barriers(),
         "tma": make_tma(),
+        "bulk": make_bulk(),
         **products,
         "pipeline": make_pipeline(),
     }

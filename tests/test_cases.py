@@ -369,10 +369,14 @@ def test_case_21_more_than_2_to_the_31_numbers():
 
 
 def test_case_22_one_key_gives_no_gradient_to_q(backend):
-    """FA 334: softmax over one key is constant: dq and dk are exactly 0, o is v, dv is do."""
+    """FA 334: softmax over one key is constant: dq and dk are exactly 0, o is v, dv is do.
+
+    Tensor cores add in another order than delta is added in: there dp - delta is rounding alone.
+    """
     p = problem(1, 1, dtype="float16", factor=3)
     got = run(backend, p.q, p.k, p.v, p.do)
-    assert not got.dq.any() and not got.dk.any()
+    limit = 2.0**-20 * np.abs(p.do.astype(float)).sum() * np.abs(p.v).max() if wgmma(backend) else 0
+    assert np.abs(got.dq).max() <= limit and np.abs(got.dk).max() <= limit
     assert np.array_equal(got.o, p.v) and np.array_equal(got.dv, p.do)
 
 

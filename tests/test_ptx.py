@@ -403,7 +403,7 @@ def matrices(arguments, dtype):
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("n", SIZES)
 def test_products(n, dtype):
-    """Every form is A B^T as NumPy has it, exactly for integers; wgmma_rs adds to what is there."""
+    """Every form is A B^T as NumPy has it, exactly for integers; three add to what is there."""
     rows, columns = accumulator(n)
     for kind in ("integers", "normal"):
         arguments = simulated(f"wgmma-{n}-{dtype}-{kind}")
@@ -411,7 +411,8 @@ def test_products(n, dtype):
         full = (a @ b.T)[rows, columns]
         part = (a[:, : 16 * STEPS] @ b[:, : 16 * STEPS].T)[rows, columns] + start
         bound = 0 if kind == "integers" else DEPTH * 2.0**-23 * DEPTH
-        for product, expected in zip(out, [full] * 4 + [part] * 2, strict=True):
+        results = [full] * 4 + [part] * 2 + [full + start]
+        for product, expected in zip(out, results, strict=True):
             np.testing.assert_allclose(product, expected, rtol=0, atol=bound)
         assert np.abs(full).min() < np.abs(full).max()  # not all zeros
 
@@ -433,7 +434,7 @@ def test_pipeline():
 
 # --- schedules ------------------------------------------------------------------------------------
 
-RACE_FREE = ["shared", "stmatrix", "barriers", "tma", "pipeline"]
+RACE_FREE = ["shared", "stmatrix", "barriers", "tma", "bulk", "pipeline"]
 RACE_FREE += ["wgmma-64-float16-normal", "wgmma-176-bfloat16-normal"]
 
 
