@@ -138,6 +138,19 @@ class Torch(Peer):
     def tensors(self, *arrays):
         return [to_torch(x).transpose(1, 2).contiguous() for x in arrays]
 
+    def forward(self, q, k, v, causal):
+        attention, inputs = self.attention(causal), self.tensors(q, k, v)
+        return lambda: attention(*inputs)
+
+    def backward(self, do, q, k, v, causal):
+        """The gradients alone, of one forward that was run before."""
+        import torch
+
+        do, *inputs = self.tensors(do, q, k, v)
+        inputs = [x.requires_grad_() for x in inputs]
+        o = self.attention(causal)(*inputs)
+        return lambda: torch.autograd.grad(o, inputs, do, retain_graph=True)
+
     def to_cupy(self, result):
         import cupy
 
@@ -150,14 +163,13 @@ class TorchSDPA(Torch):
     def __init__(self, name, backend):
         self.name, self.backend = name, backend
 
-    def forward(self, q, k, v, causal):
+    def attention(self, causal):
         from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.nn.functional import scaled_dot_product_attention
 
-        q, k, v = self.tensors(q, k, v)
         backend = getattr(SDPBackend, self.backend)
 
-        def run():
+        def run(q, k, v):
             with sdpa_kernel(backend):
                 return scaled_dot_product_attention(q, k, v, is_causal=causal)
 
@@ -174,17 +186,20 @@ class FlexAttention(Torch):
     name = "torch-flex"
     dtypes = (*HALF, "float32")
 
-    def forward(self, q, k, v, causal):
+    def attention(self, causal):
         import torch
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         torch._dynamo.reset()  # else the ninth shape would run uncompiled
-        q, k, v = self.tensors(q, k, v)
-        mask = None
-        if causal:
-            mask = create_block_mask(causal_mask, None, None, q.shape[2], k.shape[2], q.device)
-        compiled = torch.compile(flex_attention, dynamic=False)
-        return lambda: compiled(q, k, v, block_mask=mask)
+        compiled, masks = torch.compile(flex_attention, dynamic=False), {}
+
+        def run(q, k, v):
+            if causal and not masks:
+                sizes = q.shape[2], k.shape[2]
+                masks["block_mask"] = create_block_mask(causal_mask, None, None, *sizes, q.device)
+            return compiled(q, k, v, **masks)
+
+        return run
 
 
 # --- JAX ---------------------------------------------------------------------------------
@@ -242,9 +257,19 @@ class FlashAttention3(Jax):
         return super().refuses(cell)
 
     def forward(self, q, k, v, causal):
+        return self.jitted(self.attention(causal), q, k, v)
+
+    def backward(self, do, q, k, v, causal):
+        """The gradients alone, of one forward that was run before."""
+        import jax
+
+        _, gradients = jax.vjp(self.attention(causal), *(to_jax(x) for x in (q, k, v)))
+        return self.jitted(gradients, do)
+
+    def attention(self, causal):
         from flash_attn3_jax import flash_mha
 
-        return self.jitted(lambda q, k, v: flash_mha(q, k, v, is_causal=causal), q, k, v)
+        return lambda q, k, v: flash_mha(q, k, v, is_causal=causal)
 
 
 class Pallas(Jax):
