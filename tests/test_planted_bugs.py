@@ -1,7 +1,7 @@
-"""Bugs planted in the Hopper forward are found without a GPU.
+"""Bugs planted in the Hopper kernels are found without a GPU.
 
-Each replaces one line of kernels/forward_wgmma.py, or of what it calls, and runs the kernel in the
-simulator: it reads what has not arrived, waits for ever, or is wrong.
+Each replaces one line of a kernel, or of what it calls, and runs it in the simulator: it reads what
+has not arrived, waits for ever, or is wrong.
 """
 
 from types import ModuleType
@@ -13,9 +13,8 @@ from rule import assert_within_rule
 import flashnumba as fn
 from flashnumba import reference, simulate
 from flashnumba.device import fragment
-from flashnumba.kernels import forward_wgmma
+from flashnumba.kernels import backward_wgmma, forward_wgmma
 
-SOURCE = fn.__path__[0] + "/kernels/forward_wgmma.py"
 WAITS = "wait_kv(smem, K_FULL, n_next)\n        wait_kv(smem, V_READY, n)\n"
 ISSUE = "issue_pv(smem, n, acc, p)\n\n"
 LOOP = "while n_block > begin:\n                n_block, next_n"
@@ -40,15 +39,44 @@ LINES = {
 }
 
 
-def check():
+S_MASK = "hide(s, warp, n_block, m_block, q_length, kv_length, offset, left, right)"
+DQ = "gemm_dq(dq, descriptor(DS_MN, ds_tile), descriptor(KV_MN, k_columns))"
+OF_BACKWARD = {
+    "no wait for K and V": ("wait_one(smem, KV_READY, u32(0))\n", NOTHING),
+    "no wait for Q": ("wait_q(smem, Q_READY, n)\n", NOTHING),
+    "no wait for dO": ("wait_q(smem, DO_READY, n)\n", NOTHING),
+    "no wait for s": ("wait_s(s)\n", NOTHING),
+    "no wait for dq": ("wait_dq(dq)\n", NOTHING),
+    "no wait for room for dq": ("wait_one_before(smem, DQ_EMPTY, n)\n", NOTHING),
+    "no fence before ds is read": ("fence_proxy_async()\n                bar_sync", "bar_sync"),
+    "ds read before all of it is there": ("bar_sync(u32(1), CONSUMER_THREADS)\n", NOTHING),
+    "one buffer for ds": ("buffer = u32(n & ONE) * DS_BYTES", "buffer = u32(0) * DS_BYTES"),
+    "dO given back too early": ("wait_s(dp)\n", "give_back(smem, DO_EMPTY, n)\n"),
+    "Q not given back": ("give_back(smem, Q_EMPTY, n)\n", NOTHING),
+    "dk written before its last tile": ("wait_acc(dk_acc)\n", NOTHING),
+    "dv written before its last tile": ("wait_acc(dv_acc)\n", NOTHING),
+    "p not masked": (S_MASK, "pass"),
+    "dk not scaled": ("dk_acc[i] *= scale\n", NOTHING),
+    "dv not cleared": ("zero_acc(dv_acc)\n", NOTHING),
+    "k of the other columns": (DQ, DQ.replace("k_columns", "smem")),
+}
+
+
+def example():
     """Two heads of more rows than a block has, keys in more tiles than shared memory has room for.
 
-    The scores of the last tile are far above those before. Threads run in their usual order, and in
-    another, in which TMA keeps no order either.
+    The scores of the last tile are far above those before.
     """
     rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((1, 300, 2, 128)).astype(np.float16) for _ in range(3))
+    do, q, k, v = (rng.standard_normal((1, 300, 2, 128)).astype(np.float16) for _ in range(4))
     k[:, :100] *= 8
+    return do, q, k, v
+
+
+def check_forward(make_forward, monkeypatch):
+    """In the usual order of threads, and in another, in which TMA keeps no order either."""
+    monkeypatch.setattr(forward_wgmma, "make_forward", make_forward)
+    _, q, k, v = example()
     exact, exact_lse = reference.attention(*(x.astype(np.float64) for x in (q, k, v)), causal=True)
     low, _ = reference.low_precision(q, k, v, causal=True)
     for seed in (None, 1):
@@ -58,28 +86,52 @@ def check():
         np.testing.assert_allclose(lse, exact_lse, rtol=1e-5, atol=1e-5)
 
 
-def broken(old, new):
-    """The module's `make_forward`, with one line replaced wherever it stands."""
-    with open(SOURCE) as file:
+def check_backward(make_backward, monkeypatch):
+    monkeypatch.setattr(backward_wgmma, "make_backward", make_backward)
+    given = example()
+    exact = reference.attention_backward(*(x.astype(np.float64) for x in given), causal=True)
+    low = reference.low_precision_backward(*given, causal=True)
+    o, lse = fn.attention(*given[1:], causal=True, return_lse=True, backend="numpy")
+    for seed in (None, 1):
+        with simulate.shuffled(seed):
+            got = fn.attention_backward(*given, o, lse, causal=True, backend="simulator-wgmma")
+        for name, *grads in zip(("dq", "dk", "dv"), got, exact, low, strict=True):
+            assert_within_rule(*grads, np.float16, name)
+
+
+def broken(module, name, old, new):
+    """What makes the kernel, from the module's source with a line replaced wherever it stands."""
+    with open(module.__file__) as file:
         source = file.read()
     assert old in source
-    module = ModuleType("broken")
-    exec(compile(source.replace(old, new), SOURCE, "exec"), module.__dict__)
-    return module.make_forward
+    other = ModuleType("broken")
+    exec(compile(source.replace(old, new), module.__file__, "exec"), other.__dict__)
+    return getattr(other, name)
 
 
 FOUND = (simulate.SimulatorError, simulate.Deadlock, AssertionError)
 
 
-def test_the_kernel_without_a_bug():
-    check()
+def test_the_forward_without_a_bug(monkeypatch):
+    check_forward(forward_wgmma.make_forward, monkeypatch)
+
+
+def test_the_backward_without_a_bug(monkeypatch):
+    check_backward(backward_wgmma.make_backward, monkeypatch)
 
 
 @pytest.mark.parametrize("bug", LINES)
-def test_a_planted_bug_is_found(bug, monkeypatch):
-    monkeypatch.setattr(forward_wgmma, "make_forward", broken(*LINES[bug]))
+def test_a_bug_in_the_forward_is_found(bug, monkeypatch):
+    make = broken(forward_wgmma, "make_forward", *LINES[bug])
     with pytest.raises(FOUND):
-        check()
+        check_forward(make, monkeypatch)
+
+
+@pytest.mark.parametrize("bug", OF_BACKWARD)
+def test_a_bug_in_the_backward_is_found(bug, monkeypatch):
+    make = broken(backward_wgmma, "make_backward", *OF_BACKWARD[bug])
+    with pytest.raises(FOUND):
+        check_backward(make, monkeypatch)
 
 
 def test_a_wrong_swizzle_is_found(monkeypatch):
@@ -87,9 +139,9 @@ def test_a_wrong_swizzle_is_found(monkeypatch):
     right = fragment.swizzle128
     monkeypatch.setattr(fragment, "swizzle128", lambda at: right(at) ^ 16)
     fragment.output.cache_clear()
-    monkeypatch.setattr(forward_wgmma, "make_forward", broken("o and lse.", "o and lse."))
     try:
         with pytest.raises(FOUND):
-            check()
+            make = broken(forward_wgmma, "make_forward", "o and lse.", "o and lse.")
+            check_forward(make, monkeypatch)
     finally:
         fragment.output.cache_clear()
