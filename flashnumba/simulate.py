@@ -2,9 +2,10 @@
 
 Every CUDA thread of a block is a greenlet. It runs until it must wait for others (a barrier, a
 shuffle) and hands over to the next, so the order is deterministic and a debugger works.
-`shuffled(seed)` shuffles the order of the threads at every turn: results that depend on it show a
-race. Shared and local memory start as NaN, so that what is read before it is written shows too.
-When no thread can move, the deadlock is reported with who waits where.
+`shuffled(seed)` shuffles the order of the threads at every turn, and lets half of the warps run
+ahead until they cannot move: results that depend on it show a race. Shared and local memory start
+as NaN, so that what is read before it is written shows too. When no thread can move, the deadlock
+is reported with who waits where.
 
 A kernel needs no preparation: `as_python` rebuilds its function, and those it calls, with `cuda`
 and `math` replaced by the versions below, jitted functions by their Python bodies and instructions
@@ -127,14 +128,21 @@ class Block:
             thread = greenlet(body)
             thread.block, thread.tid, thread.shared_count, thread.waits = self, tid, 0, ""
             threads.append(thread)
+        behind = self.stragglers(threads)  # they stand still until nothing else moves
         while threads:
             self.progress = False
             if self.order:
                 self.order.shuffle(threads)
             for thread in threads:
-                thread.switch()
+                if thread.tid // 32 not in behind:
+                    thread.switch()
             alive = [t for t in threads if not t.dead]
-            if len(alive) == len(threads) and not self.progress and not self.deliver():
+            moved = self.progress or len(alive) < len(threads)
+            if moved and not behind:
+                behind = self.stragglers(alive)
+            elif not moved and behind:
+                behind = set()
+            elif not moved and not self.deliver():
                 where = Counter(t.waits for t in threads)
                 who = "; ".join(f"{n} of {self.size} threads in {w}" for w, n in where.items())
                 raise Deadlock(f"block {self.index}: nothing moves: {who}")
@@ -142,6 +150,11 @@ class Block:
         for part in self.parts.values():
             if hasattr(part, "finish"):
                 part.finish()
+
+    def stragglers(self, threads):
+        """Half of the warps; none where nothing is shuffled."""
+        warps = sorted({t.tid // 32 for t in threads})
+        return set(self.order.sample(warps, len(warps) // 2)) if self.order else set()
 
 
 class Meeting:

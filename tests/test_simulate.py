@@ -284,6 +284,22 @@ def test_a_race_shows_in_shuffled_schedules():
     assert len(results) > 1
 
 
+def test_a_warp_may_fall_behind_in_shuffled_schedules():
+    """One warp reads four steps later what another writes in its first: no barrier says so."""
+
+    def kernel(out):
+        shared = cuda.shared.array(1, np.float32)
+        if cuda.threadIdx.x == 0:
+            shared[0] = 7
+        for _ in range(4):
+            cuda.syncwarp()
+        if cuda.threadIdx.x == 32:
+            out[0] = shared[0]
+
+    got = [run(kernel, zeros(1), threads=64, seed=seed)[0] for seed in (None, *range(8))]
+    assert got[0] == 7 and 7 in got[1:] and np.isnan(got).any()
+
+
 def test_a_seed_repeats_its_schedule():
     """Threads take tickets: one seed is one order, another seed another; None is by number."""
 
