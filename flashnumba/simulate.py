@@ -2,10 +2,10 @@
 
 Every CUDA thread of a block is a greenlet. It runs until it must wait for others (a barrier, a
 shuffle) and hands over to the next, so the order is deterministic and a debugger works.
-`shuffled(seed)` shuffles the order of the threads at every turn, and lets half of the warps run
-ahead until they cannot move: results that depend on it show a race. Shared and local memory start
-as NaN, so that what is read before it is written shows too. When no thread can move, the deadlock
-is reported with who waits where.
+`shuffled(seed)` shuffles the order of the threads at every turn, and lets some of the warps fall
+behind until the others cannot move: results that depend on it show a race. Shared and local memory
+start as NaN, so that what is read before it is written shows too. When no thread can move, the
+deadlock is reported with who waits where.
 
 A kernel needs no preparation: `as_python` rebuilds its function, and those it calls, with `cuda`
 and `math` replaced by the versions below, jitted functions by their Python bodies and instructions
@@ -152,9 +152,11 @@ class Block:
                 part.finish()
 
     def stragglers(self, threads):
-        """Half of the warps; none where nothing is shuffled."""
+        """Some of the warps, at most half; none where nothing is shuffled."""
         warps = sorted({t.tid // 32 for t in threads})
-        return set(self.order.sample(warps, len(warps) // 2)) if self.order else set()
+        if not self.order or len(warps) < 2:
+            return set()
+        return set(self.order.sample(warps, self.order.randint(1, len(warps) // 2)))
 
 
 class Meeting:
