@@ -87,7 +87,8 @@ def test_a_wrong_swizzle_is_found(monkeypatch):
     right = fragment.swizzle128
     monkeypatch.setattr(fragment, "swizzle128", lambda at: right(at) ^ 16)
     fragment.output.cache_clear()
-    monkeypatch.setattr(forward_wgmma, "make_forward", broken("o and lse.", "o and lse."))
+    as_it_is = broken("o and lse.", "o and lse.")  # but made anew, with the wrong swizzle
+    monkeypatch.setattr(forward_wgmma, "make_forward", as_it_is)
     try:
         with pytest.raises(FOUND):
             check()
