@@ -10,6 +10,9 @@ from flashnumba.ptx.thread import ex2, max_f32
 
 ALL_LANES = 0xFFFFFFFF
 MINUS_INF, ZERO = np.float32(-np.inf), np.float32(0)
+# How far p may grow beyond 1, in powers of 2. With 0 the largest p of a row would be 1, which needs
+# no rounding: errors are 1.5 to 5% above those (bfloat16, T 16384 to 1024). But raising m makes
+# the tensor cores wait. H200, T 1024 and 4096, against 8: 1 is 2% slower, 0.5 3%, 0 5%.
 GROWTH = np.float32(8)
 LARGE = np.float32(4096)  # whose rounding is 2^-13, a quarter of float16's
 

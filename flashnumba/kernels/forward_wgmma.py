@@ -103,7 +103,7 @@ def make_forward(config):
     # Shared memory: Q, K, V, a warp's rows of O, barriers of each event, descriptions, scratch.
     O_COLUMNS, O_BYTES = i32(config.o_columns), u32(2 * 16 * config.o_columns)
     Q_BYTES, KV_BYTES = u32(config.q_bytes), u32(config.kv_bytes)
-    Q_SLOT, KV_SLOT = u32(Q_SLOTS), u32(STAGES)
+    Q_RING, KV_RING = u32(Q_SLOTS), u32(STAGES)
     K_AT = u32(Q_SLOTS * Q_BYTES)
     V_AT = u32(K_AT + STAGES * KV_BYTES)
     O_AT = u32(V_AT + STAGES * KV_BYTES)
@@ -142,15 +142,15 @@ def make_forward(config):
 
     @inlined
     def q_slot(smem, turn):
-        return smem + turn % Q_SLOT * Q_BYTES
+        return smem + turn % Q_RING * Q_BYTES
 
     @inlined
     def k_slot(smem, n):
-        return smem + K_AT + n % KV_SLOT * KV_BYTES
+        return smem + K_AT + n % KV_RING * KV_BYTES
 
     @inlined
     def v_slot(smem, n):
-        return smem + V_AT + n % KV_SLOT * KV_BYTES
+        return smem + V_AT + n % KV_RING * KV_BYTES
 
     @inlined
     def descriptor(constant, address):
@@ -159,18 +159,19 @@ def make_forward(config):
     # --- warp 0: load --------------------------------------------------------------------
 
     @inlined
-    def load_k(smem, turn, n, n_block, k, k_map):
-        wait_kv_before(smem, K_EMPTY, n)
+    def load_kv(smem, turn, n, n_block, slot, empty, full, x, x_map):
+        wait_kv_before(smem, empty, n)
         h, b = field(smem, turn, KV_HEAD), field(smem, turn, BATCH)
-        full, row0 = kv_event(smem, K_FULL, n), i32(n_block * BLOCK_N)
-        load_tile(k_slot(smem, n), k, k_map, full, KV_ROWS, row0, h, b)
+        row0 = i32(n_block * BLOCK_N)
+        load_tile(slot, x, x_map, kv_event(smem, full, n), KV_ROWS, row0, h, b)
+
+    @inlined
+    def load_k(smem, turn, n, n_block, k, k_map):
+        load_kv(smem, turn, n, n_block, k_slot(smem, n), K_EMPTY, K_FULL, k, k_map)
 
     @inlined
     def load_v(smem, turn, n, n_block, v, v_map):
-        wait_kv_before(smem, V_EMPTY, n)
-        h, b = field(smem, turn, KV_HEAD), field(smem, turn, BATCH)
-        full, row0 = kv_event(smem, V_FULL, n), i32(n_block * BLOCK_N)
-        load_tile(v_slot(smem, n), v, v_map, full, KV_ROWS, row0, h, b)
+        load_kv(smem, turn, n, n_block, v_slot(smem, n), V_EMPTY, V_FULL, v, v_map)
 
     @inlined
     def load_last_v(smem, turn, n, v, v_map):
@@ -380,9 +381,9 @@ def make_forward(config):
         cuda.syncwarp()
         if field(smem, turn, BAD) != 0:
             add_bad_rows(smem, turn, tile, row0, column0, v, left, right, upper_left)
-        fence_proxy_async()
-        cuda.syncwarp()
         row_end = field(smem, turn, ROW_END)
+        fence_proxy_async()
+        cuda.syncwarp()  # no lane reads the description after it is given back
         store_rows(o, o_map, tile, i32(2048), O_COLUMNS, row0, row_end, column0, h, b)
 
     @inlined
