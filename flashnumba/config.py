@@ -181,6 +181,7 @@ class BackwardConfig:
     block_m: int = 64
     stages: int = 2  # tiles of Q, and as many of dO, in shared memory
     staged: bool = True  # dQ is added from shared memory, by TMA; else from registers
+    deferred: bool = False  # dQ of a tile is computed beside the scores of the next
 
     @property
     def shared_keys(self):
@@ -216,16 +217,26 @@ class BackwardConfig:
         return 4 * self.block_m * self.head_dim
 
     @property
+    def dq_columns(self):
+        """Columns of dq that a consumer computes, of 64 queries."""
+        return self.head_dim * self.block_m // (64 * self.consumers)
+
+    @property
     def shared_bytes(self):
         tiles = 2 * self.kv_bytes + 2 * self.stages * self.q_bytes
         dq_bytes = self.dq_bytes if self.staged else 0
         p_and_ds = (4 if self.shared_keys else 2) * self.ds_bytes
-        return tiles + p_and_ds + dq_bytes + 2048  # lse and delta, barriers
+        small = self.stages * (8 * self.block_m + 48) + 4 * self.block_n + 64
+        return (
+            tiles + p_and_ds + dq_bytes + small
+        )  # lse and delta, barriers; keys that are not finite
 
 
 def choose_wgmma_backward(dtype, head_dim):
     """The tile configuration of the Hopper backward for one problem."""
     width = next(size for size in (64, 128, 256) if head_dim <= size)
+    if width == 64:
+        return BackwardConfig(dtype, width, stages=3, deferred=True)
     return BackwardConfig(dtype, width, staged=width < 256)
 
 
@@ -265,3 +276,11 @@ def heads_together(batch, heads_q, heads_kv, seqlen_kv, head_dim, masked):
         return 1
     kv_heads = L2_BUDGET // (2 * 2 * seqlen_kv * head_dim)
     return max(1, min(kv_heads, batch * heads_kv)) * (heads_q // heads_kv)
+
+
+def kv_heads_together(batch, heads_q, heads_kv, seqlen_q, head_dim, masked):
+    """The same for the backward, where queries, dO (2 bytes) and dQ (4 bytes) are used again."""
+    if not masked:
+        return 1
+    kv_heads = L2_BUDGET // (8 * seqlen_q * head_dim * (heads_q // heads_kv))
+    return max(1, min(kv_heads, batch * heads_kv))

@@ -8,6 +8,7 @@ from flashnumba.config import (
     choose_wgmma,
     choose_wgmma_backward,
     heads_together,
+    kv_heads_together,
 )
 from flashnumba.tensormap import TensorMap
 
@@ -97,12 +98,13 @@ def _backward_wgmma(p, do, o, lse, dlse, dq, dk, dv):
     scale_log2 = p.scale_log2 if p.scale >= 0 else -p.scale_log2
     window = min(p.left, FAR), min(p.right, FAR), p.upper_left
     mask = p.q_lengths, p.kv_lengths, p.scale, scale_log2, *window
-    sizes = n_blocks, heads_q // heads_kv, seqlen_q, seqlen_kv, heads_kv
+    together = kv_heads_together(batch, heads_q, heads_kv, seqlen_q, config.head_dim, p.masked)
+    sizes = n_blocks, together, seqlen_q, seqlen_kv, heads_kv
     before = do, o, lse, dlse, p.q_lengths, rows, parts
     return [
-        ("prepare", ceil_div(batch * heads_q * tiles * config.block_m, 8), before),
+        ("prepare", batch * heads_q * tiles, before),
         ("backward", batch * heads_kv * n_blocks, (rows, parts, *maps, *mask, *sizes)),
-        ("convert", ceil_div(parts.size, 1024), (parts, dq, p.scale)),
+        ("convert", batch * heads_q * tiles, (parts, dq, p.scale)),
     ]
 
 

@@ -260,11 +260,39 @@ class FlashAttention3(Jax):
         return self.jitted(self.attention(causal), q, k, v)
 
     def backward(self, do, q, k, v, causal):
-        """The gradients alone, of one forward that was run before."""
-        import jax
+        """The gradients alone, of one forward that was run before.
 
-        _, gradients = jax.vjp(self.attention(causal), *(to_jax(x) for x in (q, k, v)))
-        return self.jitted(gradients, do)
+        The wheel's own gradient allocates room for rows in multiples of 128, but its kernel uses
+        tiles of 80 rows where it is not causal, and writes past the end. So it is called here with
+        room enough for both.
+        """
+        import jax
+        import jax.numpy as jnp
+        from flash_attn3_jax.flash import _flash_mha_fwd
+
+        do, q, k, v = (to_jax(x) for x in (do, q, k, v))
+        options = {
+            "softmax_scale": q.shape[3] ** -0.5,
+            "is_causal": causal,
+            "window_size": (-1, -1),
+        }
+        o, lse = _flash_mha_fwd(q, k, v, **options)
+        batch, seqlen_q, heads, _ = q.shape
+        rows = jax.ShapeDtypeStruct((batch, heads, -(-seqlen_q // 640) * 640), jnp.float32)
+        new = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
+        absent = [jnp.array([], jnp.int32)] * 4  # lengths of a ragged batch
+
+        def gradients(*given):
+            call = jax.ffi.ffi_call("flash_mha_bwd", [*new, rows, rows])
+            return call(
+                *given, *absent, max_seqlen_q_val=seqlen_q, max_seqlen_q_has_value=True,
+                max_seqlen_k_val=k.shape[1], max_seqlen_k_has_value=True,
+                softmax_scale_val=scale, softmax_scale_has_value=True,
+                is_causal=causal, window_size_left=-1, window_size_right=-1, softcap=0.0,
+                deterministic=False, sm_margin=0,
+            )[:3]  # fmt: skip
+
+        return self.jitted(gradients, do, q, k, v, o, lse)
 
     def attention(self, causal):
         from flash_attn3_jax import flash_mha

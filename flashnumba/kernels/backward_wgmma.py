@@ -33,8 +33,8 @@ from flashnumba.device.fragment import output, scores
 from flashnumba.device.guard import guard
 from flashnumba.device.pipeline import lane_index, ring
 from flashnumba.device.sequence import length
+from flashnumba.device.sequence import place as place_of_work
 from flashnumba.ptx.barrier import (
-    bar_sync,
     fence_mbarrier_init,
     mbarrier_arrive_expect_tx,
     mbarrier_init,
@@ -79,12 +79,13 @@ def make_backward(config):
     """dk, dv, and dq in the order of fragments."""
     D, BLOCK_M, BLOCK_N = config.head_dim, config.block_m, config.block_n
     CONSUMERS, STAGES = config.consumers, config.stages
-    SHARED, STAGED = config.shared_keys, config.staged
+    SHARED, STAGED, DEFERRED = config.shared_keys, config.staged, config.deferred
     QUERIES = BLOCK_M // CONSUMERS if SHARED else BLOCK_M  # of s and dp, of one consumer
     COLUMNS = i32(D // CONSUMERS if SHARED else D)  # of dk and dv
     S_SIZE, P_SIZE = QUERIES // 2, QUERIES // 4
-    ACC_SIZE, DQ_SIZE = int(COLUMNS) // 2, D // CONSUMERS // 2
-    ONE, ZERO = u32(1), f32(0)
+    COLUMNS_DQ = config.dq_columns
+    ACC_SIZE, DQ_SIZE = int(COLUMNS) // 2, COLUMNS_DQ // 2
+    ONE, TWO, ZERO = u32(1), u32(2), f32(0)
     M_ROWS, N_ROWS = i32(BLOCK_M), i32(BLOCK_N)
     CONSUMER_THREADS = u32(128 * CONSUMERS)
     Q_SUBTILE, KV_SUBTILE = 128 * BLOCK_M, 128 * BLOCK_N
@@ -102,12 +103,13 @@ def make_backward(config):
     STATS_AT = u32(P_AT + 2 * SHARED * DS_BYTES)
     FLAGS_AT = u32(STATS_AT + STAGES * STATS_BYTES)
     EVENTS = u32(FLAGS_AT + 4 * BLOCK_N + 16)
-    KV_FULL, KV_READY, DQ_FULL, DQ_EMPTY = (u32(EVENTS + 8 * i) for i in range(4))
+    KV_FULL, KV_READY, DQ_FULL, DQ_EMPTY, DS_FULL = (u32(EVENTS + 8 * i) for i in range(5))
     Q_FULL, Q_READY, Q_EMPTY, DO_FULL, DO_READY, DO_EMPTY = (
-        u32(EVENTS + 32 + 8 * STAGES * i) for i in range(6)
+        u32(EVENTS + 48 + 8 * STAGES * i) for i in range(6)
     )
     assert DO_EMPTY + 8 * STAGES <= config.shared_bytes
     one_event, wait_one, wait_one_before, arrive_one = ring(1)
+    ds_event, wait_ds, _, arrive_ds = ring(2)
     q_event, wait_q, wait_q_before, arrive_q = ring(STAGES)
 
     K_MAJOR = u64(descriptor_constant())
@@ -122,9 +124,9 @@ def make_backward(config):
     gemm_dkv_shared = wgmma_ss(
         int(COLUMNS), config.dtype, p_steps, queries, b_mn_major=True, add=True
     )
-    gemm_dq = wgmma_ss(D // CONSUMERS, config.dtype, keys, keys, True, True)
+    gemm_dq = wgmma_ss(COLUMNS_DQ, config.dtype, keys, keys, True, True)
     wait_s, wait_last_s = wgmma_wait_group(1, S_SIZE), wgmma_wait_group(0, S_SIZE)
-    wait_dq = wgmma_wait_group(1, DQ_SIZE)
+    wait_dq, wait_dq_alone = wgmma_wait_group(1, DQ_SIZE), wgmma_wait_group(0, DQ_SIZE)
     wait_acc, zero_acc = wgmma_wait_group(0, ACC_SIZE), zero(ACC_SIZE)
     fence_acc = wgmma_fence_of(ACC_SIZE, P_SIZE)
     release_registers = setmaxnreg_dec(config.registers[0])
@@ -142,61 +144,61 @@ def make_backward(config):
     def descriptor(constant, address):
         return constant | u64(address >> u32(4) & u32(0x3FFF))
 
+    @inlined
+    def step(head, m_block, begin, end):
+        """The tile of queries that comes next, after the last of a head the first of the next."""
+        m_block = i32(m_block + 1)
+        return (head, m_block) if m_block < end else (i32(head + 1), begin)
+
     # --- warp 0: load --------------------------------------------------------------------
 
     @inlined
-    def load(smem, place, stats, q_map, k_map, v_map, do_map, begin, end, group):
+    def load(smem, place, stats, q_map, k_map, v_map, do_map, begin, end, count, head):
         lane, n, (n_block, kv_h, b) = lane_index(), u32(0), place
         see_map(q_map)
         see_map(k_map)
         see_map(v_map)
         see_map(do_map)
-        full, row0 = one_event(smem, KV_FULL, n), i32(n_block * BLOCK_N)
+        full, row0, m_block = one_event(smem, KV_FULL, n), i32(n_block * BLOCK_N), begin
         load_tile(smem, None, k_map, full, N_ROWS, row0, kv_h, b)
         load_tile(smem + V_AT, None, v_map, full, N_ROWS, row0, kv_h, b)
-        for g in range(group):
-            h = i32(kv_h * group + g)
-            m_block = begin
-            while m_block < end:
-                row0 = i32(m_block * BLOCK_M)
-                wait_q_before(smem, Q_EMPTY, n)
-                full = q_event(smem, Q_FULL, n)
-                load_tile(slot(smem + Q_AT, n), None, q_map, full, M_ROWS, row0, h, b)
-                if lane == 0:  # what is exp(s) divided by, and delta
-                    mbarrier_arrive_expect_tx(full, STATS_BYTES)
-                    at = u32(smem + STATS_AT + n % SLOTS * STATS_BYTES)
-                    cp_async_bulk_load(at, stats[b, h, m_block], STATS_BYTES, full)
-                wait_q_before(smem, DO_EMPTY, n)
-                full = q_event(smem, DO_FULL, n)
-                load_tile(slot(smem + DO_AT, n), None, do_map, full, M_ROWS, row0, h, b)
-                n = u32(n + ONE)
-                m_block = i32(m_block + 1)
+        while n < count:
+            row0 = i32(m_block * BLOCK_M)
+            wait_q_before(smem, Q_EMPTY, n)
+            full = q_event(smem, Q_FULL, n)
+            load_tile(slot(smem + Q_AT, n), None, q_map, full, M_ROWS, row0, head, b)
+            if lane == 0:  # what is exp(s) divided by, and delta
+                mbarrier_arrive_expect_tx(full, STATS_BYTES)
+                at = u32(smem + STATS_AT + n % SLOTS * STATS_BYTES)
+                cp_async_bulk_load(at, stats[b, head, m_block], STATS_BYTES, full)
+            wait_q_before(smem, DO_EMPTY, n)
+            full = q_event(smem, DO_FULL, n)
+            load_tile(slot(smem + DO_AT, n), None, do_map, full, M_ROWS, row0, head, b)
+            n = u32(n + ONE)
+            head, m_block = step(head, m_block, begin, end)
 
     # --- warp 1: add dQ ------------------------------------------------------------------
 
     @inlined
-    def add_dq(smem, place, dq, begin, end, group):
-        n, (_, kv_h, b) = u32(0), place
-        for g in range(group):
-            h = i32(kv_h * group + g)
-            m_block = begin
-            while m_block < end:
-                wait_one(smem, DQ_FULL, n)
-                if lane_index() == 0:
-                    cp_reduce_async_bulk_add_f32(dq[b, h, m_block], u32(smem + DQ_AT), DQ_BYTES)
-                    cp_async_bulk_commit_group()
-                    cp_async_bulk_wait_group_read()
-                    arrive_one(smem, DQ_EMPTY, n)
-                cuda.syncwarp()
-                n = u32(n + ONE)
-                m_block = i32(m_block + 1)
+    def add_dq(smem, b, dq, begin, end, count, head):
+        n, m_block = u32(0), begin
+        while n < count:
+            wait_one(smem, DQ_FULL, n)
+            if lane_index() == 0:
+                cp_reduce_async_bulk_add_f32(dq[b, head, m_block], u32(smem + DQ_AT), DQ_BYTES)
+                cp_async_bulk_commit_group()
+                cp_async_bulk_wait_group_read()
+                arrive_one(smem, DQ_EMPTY, n)
+            cuda.syncwarp()
+            n = u32(n + ONE)
+            head, m_block = step(head, m_block, begin, end)
         if lane_index() == 0:
             cp_async_bulk_wait_group()
 
     # --- warps 2 and 3: guard ------------------------------------------------------------
 
     @inlined
-    def guard_tiles(smem, warp, masked, tiles):
+    def guard_tiles(smem, warp, masked, count):
         """K from queries that must not see it; Q and dO that see no key from all keys."""
         wait_one(smem, KV_FULL, u32(0))
         if masked:
@@ -205,7 +207,7 @@ def make_backward(config):
         n, full, ready, at = u32(0), DO_FULL, DO_READY, DO_AT
         if warp == 2:
             full, ready, at = Q_FULL, Q_READY, Q_AT
-        while n < tiles:
+        while n < count:
             wait_q(smem, Q_FULL, n)
             wait_q(smem, full, n)
             clear(slot(smem + at, n), u32(smem + STATS_AT + n % SLOTS * STATS_BYTES))
@@ -308,8 +310,53 @@ def make_backward(config):
         )  # fmt: skip
 
     @inlined
+    def issue_s(smem, n, rows, k_rows, s):
+        wait_q(smem, Q_READY, n)
+        wgmma_fence()
+        gemm_s(s, descriptor(K_MAJOR, k_rows), descriptor(K_MAJOR, slot(smem + Q_AT, n) + rows))
+
+    @inlined
+    def issue_dp(smem, n, rows, k_rows, dp):
+        wait_q(smem, DO_READY, n)
+        wgmma_fence()
+        do_rows = slot(smem + DO_AT, n) + rows
+        gemm_s(dp, descriptor(K_MAJOR, k_rows + V_AT), descriptor(K_MAJOR, do_rows))
+
+    @inlined
+    def issue_dq(smem, n, consumer, dq):
+        """Both consumers' ds has to be there; of dq each has its columns."""
+        column0 = consumer * u32(COLUMNS_DQ)
+        k_columns = smem + (column0 >> u32(6)) * u32(KV_SUBTILE) + (column0 & u32(63)) * u32(2)
+        wait_ds(smem, DS_FULL, n)
+        wgmma_fence()
+        ds_tile = smem + DS_AT + n % TWO * DS_BYTES
+        gemm_dq(dq, descriptor(DS_MN, ds_tile), descriptor(KV_MN, k_columns))
+
+    @inlined
+    def give_tiles_back(smem, n):
+        give_back(smem, Q_EMPTY, n)
+        give_back(smem, DO_EMPTY, n)
+
+    @inlined
+    def add(smem, n, dq, dq_tile):
+        """dq to shared memory for warp 1 to add it, or to global memory at once."""
+        part = u32(u32(cuda.threadIdx.x) - u32(128))
+        if STAGED:
+            wait_one_before(smem, DQ_EMPTY, n)
+        for i in range(DQ_SIZE // 4):
+            x, at = 4 * i, u32(part + u32(i) * CONSUMER_THREADS)
+            if STAGED:
+                at = u32(smem + DQ_AT + at * u32(16))
+                st_shared_v4_f32(at, dq[x], dq[x + 1], dq[x + 2], dq[x + 3])
+            else:
+                red_global_add_v4_f32(dq_tile, at, dq[x], dq[x + 1], dq[x + 2], dq[x + 3])
+        if STAGED:
+            fence_proxy_async()
+            arrive_one(smem, DQ_FULL, n)
+
+    @inlined
     def consume(
-        smem, warp, place, dq_parts, dk_map, dv_map, begin, full_begin, full_end, end, group,
+        smem, warp, place, dq_parts, dk_map, dv_map, begin, full_begin, full_end, end, count, head,
         q_length, kv_length, kv_row_end, offset, left, right, scale, scale_log2,
     ):  # fmt: skip
         s = cuda.local.array(S_SIZE, np.float32)
@@ -323,11 +370,10 @@ def make_backward(config):
         see_map(dv_map)
         n_block, kv_h, b = place
         consumer, query0 = consumer_of(warp), query0_of(warp)
-        k_rows = smem if SHARED else smem + u32(64 * 128) * consumer
-        dq_column0 = consumer * u32(D // CONSUMERS)
-        subtile, within = dq_column0 >> u32(6), dq_column0 & u32(63)
-        k_columns = smem + subtile * u32(KV_SUBTILE) + within * u32(2)
-        acc_columns = subtile * u32(Q_SUBTILE) if SHARED else u32(0)  # in Q and dO
+        rows, k_rows = query0 * u32(128), smem if SHARED else smem + u32(64 * 128) * consumer
+        acc_columns = u32(0)  # of dk and dv, in Q and dO
+        if SHARED:
+            acc_columns = (consumer * u32(COLUMNS) >> u32(6)) * u32(Q_SUBTILE)
         zero_acc(dk_acc)
         zero_acc(dv_acc)
         wait_one(smem, KV_READY, u32(0))
@@ -336,82 +382,77 @@ def make_backward(config):
             flags = u32(smem + FLAGS_AT + u32(4 * BLOCK_N))
             found = ld_shared_u32(flags) | ld_shared_u32(u32(flags + u32(4)))
             poisoned = i32(cuda.shfl_sync(ALL_LANES, i32(found), 0)) != 0
-        n = u32(0)
-        for g in range(group):
-            m_block = begin
-            while m_block < end:
-                q_tile, do_tile = slot(smem + Q_AT, n), slot(smem + DO_AT, n)
-                rows = query0 * u32(128)
-                wait_q(smem, Q_READY, n)
-                wgmma_fence()
-                gemm_s(s, descriptor(K_MAJOR, k_rows), descriptor(K_MAJOR, q_tile + rows))
-                wgmma_commit_group()
-                wait_q(smem, DO_READY, n)
-                wgmma_fence()
-                gemm_s(dp, descriptor(K_MAJOR, k_rows + V_AT), descriptor(K_MAJOR, do_tile + rows))
-                wgmma_commit_group()
+        n, m_block = u32(0), begin
+        while n < count:
+            q_columns = descriptor(Q_MN, slot(smem + Q_AT, n) + acc_columns)
+            do_columns = descriptor(Q_MN, slot(smem + DO_AT, n) + acc_columns)
+            issue_s(smem, n, rows, k_rows, s)
+            wgmma_commit_group()
+            if DEFERRED and n > u32(0):
+                issue_dq(smem, u32(n - ONE), consumer, dq)
+            issue_dp(smem, n, rows, k_rows, dp)
+            wgmma_commit_group()
 
-                wait_s(s)
-                masked = not full_begin <= m_block < full_end
-                if poisoned:
-                    add_poison(smem, warp, s)
-                probabilities(smem, n, query0, s, scale_log2)
-                if masked:
-                    hide(s, warp, n_block, m_block, q_length, kv_length, offset, left, right)
-                to_halves(p, s)
-                buffer = u32(n & ONE) * DS_BYTES
-                own = buffer + u32(row0_of(warp)) * u32(128)
+            wait_s(s)
+            if DEFERRED and n > u32(0):
+                give_tiles_back(smem, u32(n - ONE))
+            masked = not full_begin <= m_block < full_end
+            if poisoned:
+                add_poison(smem, warp, s)
+            probabilities(smem, n, query0, s, scale_log2)
+            if masked:
+                hide(s, warp, n_block, m_block, q_length, kv_length, offset, left, right)
+            to_halves(p, s)
+            buffer = n % TWO * DS_BYTES
+            own = buffer + u32(row0_of(warp)) * u32(128)
+            if SHARED:
+                halves_to_shared(p, smem + P_AT + own, query0)
+                wait_last_s(dp)
+            else:
+                fence_acc(dv_acc, p)
+                gemm_dkv(dv_acc, p, do_columns)
+                wgmma_commit_group()
+                wait_s(dp)
+            score_gradients(smem, n, query0, s, dp)
+            if masked:
+                hide(dp, warp, n_block, m_block, q_length, kv_length, offset, left, right)
+            to_halves(ds, dp)
+            halves_to_shared(ds, smem + DS_AT + own, query0)
+            fence_proxy_async()
+            arrive_ds(smem, DS_FULL, n)
+            if DEFERRED:
+                if n > u32(0):
+                    add(smem, u32(n - ONE), dq, None)
+                fence_acc(dk_acc, ds)
+                gemm_dkv(dk_acc, ds, q_columns)
+                wgmma_commit_group()
+            else:
+                wait_ds(smem, DS_FULL, n)
                 if SHARED:
-                    halves_to_shared(p, smem + P_AT + own, query0)
-                    wait_last_s(dp)
-                else:
-                    fence_acc(dv_acc, p)
-                    gemm_dkv(dv_acc, p, descriptor(Q_MN, do_tile))
+                    wgmma_fence()
+                    gemm_dkv_shared(dv_acc, descriptor(K_MAJOR, smem + P_AT + buffer), do_columns)
                     wgmma_commit_group()
-                    wait_s(dp)
-                score_gradients(smem, n, query0, s, dp)
-                if masked:
-                    hide(dp, warp, n_block, m_block, q_length, kv_length, offset, left, right)
-                to_halves(ds, dp)
-                halves_to_shared(ds, smem + DS_AT + own, query0)
-                fence_proxy_async()
-                bar_sync(u32(1), CONSUMER_THREADS)
-                wgmma_fence()
-                if SHARED:
-                    p_tile = descriptor(K_MAJOR, smem + P_AT + buffer)
-                    gemm_dkv_shared(dv_acc, p_tile, descriptor(Q_MN, do_tile + acc_columns))
-                    wgmma_commit_group()
-                ds_tile = smem + DS_AT + buffer
-                gemm_dq(dq, descriptor(DS_MN, ds_tile), descriptor(KV_MN, k_columns))
+                issue_dq(smem, n, consumer, dq)
                 wgmma_commit_group()
                 if SHARED:
-                    q_columns = descriptor(Q_MN, q_tile + acc_columns)
-                    gemm_dkv_shared(dk_acc, descriptor(K_MAJOR, ds_tile), q_columns)
+                    ds_tile = descriptor(K_MAJOR, smem + DS_AT + buffer)
+                    gemm_dkv_shared(dk_acc, ds_tile, q_columns)
                 else:
                     fence_acc(dk_acc, ds)
-                    gemm_dkv(dk_acc, ds, descriptor(Q_MN, q_tile))
+                    gemm_dkv(dk_acc, ds, q_columns)
                 wgmma_commit_group()
-
                 wait_dq(dq)
-                give_back(smem, DO_EMPTY, n)
-                part = u32(u32(cuda.threadIdx.x) - u32(128))
-                if STAGED:
-                    wait_one_before(smem, DQ_EMPTY, n)
-                for i in range(DQ_SIZE // 4):
-                    x, at = 4 * i, u32(part + u32(i) * CONSUMER_THREADS)
-                    if STAGED:
-                        at = u32(smem + DQ_AT + at * u32(16))
-                        st_shared_v4_f32(at, dq[x], dq[x + 1], dq[x + 2], dq[x + 3])
-                    else:
-                        row = dq_parts[b, i32(kv_h * group + g), m_block]
-                        red_global_add_v4_f32(row, at, dq[x], dq[x + 1], dq[x + 2], dq[x + 3])
-                if STAGED:
-                    fence_proxy_async()
-                    arrive_one(smem, DQ_FULL, n)
+                add(smem, n, dq, dq_parts[b, head, m_block])
                 wait_acc(dk_acc)
-                give_back(smem, Q_EMPTY, n)
-                n = u32(n + ONE)
-                m_block = i32(m_block + 1)
+                give_tiles_back(smem, n)
+            n = u32(n + ONE)
+            head, m_block = step(head, m_block, begin, end)
+        if DEFERRED and n > u32(0):
+            issue_dq(smem, u32(n - ONE), consumer, dq)
+            wgmma_commit_group()
+            wait_dq_alone(dq)
+            add(smem, u32(n - ONE), dq, None)
+        wait_acc(dk_acc)
         wait_acc(dv_acc)
         for i in range(ACC_SIZE):
             dk_acc[i] *= scale
@@ -422,14 +463,17 @@ def make_backward(config):
 
     def backward(
         stats, dq, q_map, k_map, v_map, do_map, dk_map, dv_map, q_lengths, kv_lengths,
-        scale, scale_log2, left, right, upper_left, n_blocks, group, seqlen_q, seqlen_kv, heads_kv,
+        scale, scale_log2, left, right, upper_left, blocks, together, seqlen_q, seqlen_kv, heads_kv,
     ):  # fmt: skip
         smem = cvta_to_shared(cuda.shared.array(0, np.uint8, alignment=1024))
         thread = u32(cuda.threadIdx.x)
         warp = cuda.shfl_sync(ALL_LANES, i32(thread >> u32(5)), 0)  # the same, and ptxas knows it
-        work = u32(cuda.blockIdx.x)
-        n_block, head = i32(work % u32(n_blocks)), u32(work // u32(n_blocks))
+        last, head = place_of_work(
+            u32(cuda.blockIdx.x), u32(together), u32(heads_kv * dq.shape[0]), u32(blocks)
+        )
+        n_block = i32(blocks - 1 - last)  # the first keys have the most queries under a causal mask
         place = n_block, i32(head % u32(heads_kv)), i32(head // u32(heads_kv))
+        group = i32(u32(dq.shape[1]) // u32(heads_kv))
         q_length = i32(length(q_lengths, place[2], seqlen_q))
         kv_length = i32(length(kv_lengths, place[2], seqlen_kv))
         offset = i32(alignment(q_length, kv_length, upper_left))
@@ -440,7 +484,10 @@ def make_backward(config):
         begin, full_begin, full_end, end = i32(begin), i32(full_begin), i32(full_end), i32(end)
         if first + BLOCK_N > kv_length:
             full_end = full_begin
+        count, head = u32(group * (end - begin)), i32(place[1] * group)
         if thread == 0:
+            for i in range(2):
+                mbarrier_init(ds_event(smem, DS_FULL, u32(i)), CONSUMER_THREADS)
             mbarrier_init(one_event(smem, KV_FULL, u32(0)), u32(2))
             mbarrier_init(one_event(smem, KV_READY, u32(0)), u32(64))
             mbarrier_init(one_event(smem, DQ_FULL, u32(0)), CONSUMER_THREADS)
@@ -457,17 +504,17 @@ def make_backward(config):
         if warp < 4:
             release_registers()
             if warp == 0:
-                load(smem, place, stats, q_map, k_map, v_map, do_map, begin, end, group)
+                load(smem, place, stats, q_map, k_map, v_map, do_map, begin, end, count, head)
             elif warp == 1 and STAGED:
-                add_dq(smem, place, dq, begin, end, group)
+                add_dq(smem, place[2], dq, begin, end, count, head)
             elif warp > 1:
                 masked = begin < full_begin or full_end < end
-                guard_tiles(smem, warp, masked, u32(group * (end - begin)))
+                guard_tiles(smem, warp, masked, count)
         else:
             take_registers()
             consume(
-                smem, warp, place, dq, dk_map, dv_map, begin, full_begin, full_end, end, group,
-                q_length, kv_length, seqlen_kv, offset, left, right, scale, scale_log2,
+                smem, warp, place, dq, dk_map, dv_map, begin, full_begin, full_end, end, count,
+                head, q_length, kv_length, seqlen_kv, offset, left, right, scale, scale_log2,
             )  # fmt: skip
 
     n, rows = types.Array(types.int64, 1, "A"), types.Array(types.float32, 4, "C")
