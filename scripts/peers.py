@@ -271,12 +271,10 @@ class FlashAttention3(Jax):
         from flash_attn3_jax.flash import _flash_mha_fwd
 
         do, q, k, v = (to_jax(x) for x in (do, q, k, v))
-        options = {
-            "softmax_scale": q.shape[3] ** -0.5,
-            "is_causal": causal,
-            "window_size": (-1, -1),
-        }
-        o, lse = _flash_mha_fwd(q, k, v, **options)
+        scale = q.shape[3] ** -0.5
+        o, lse = _flash_mha_fwd(
+            q, k, v, softmax_scale=scale, is_causal=causal, window_size=(-1, -1)
+        )
         batch, seqlen_q, heads, _ = q.shape
         rows = jax.ShapeDtypeStruct((batch, heads, -(-seqlen_q // 640) * 640), jnp.float32)
         new = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
