@@ -67,8 +67,7 @@ def attention(
         and the arrays are float16 or bfloat16 with head_dim_v = head_dim up to 256, else "simt"
         (Numba kernels for every GPU and problem). Without a GPU, "numpy" (tiles of BLAS).
         "simulator" and "simulator-wgmma" run the kernels of "simt" and "wgmma" in Python. A
-        problem without queries or keys runs no Hopper kernel, nor does any backward: those are
-        "simt" under all names.
+        problem without queries or keys runs no Hopper kernel, but "simt" under all names.
     softcap, alibi_slopes, bias, sinks, dropout, seed, score_mod, mask_mod, aux, block_mask
         Reserved; anything but the default raises NotImplementedError.
 
@@ -112,7 +111,7 @@ def attention(
         return (o, problem.from_lse(lse)) if return_lse else o
 
 
-def attention_backward(do, q, k, v, o, lse, *, dlse=None, deterministic=True, **options):
+def attention_backward(do, q, k, v, o, lse, *, dlse=None, deterministic=False, **options):
     """Gradients of attention with respect to q, k and v; the scores are computed again.
 
     Parameters
@@ -126,7 +125,8 @@ def attention_backward(do, q, k, v, o, lse, *, dlse=None, deterministic=True, **
     dlse : array, shape of lse, optional
         Gradient with respect to lse; None is zero.
     deterministic : bool
-        Every backend adds in a fixed order, so both values give the same bits every time.
+        The same bits every time. Only "wgmma" is faster without, where blocks add to dq as they
+        come; other backends always add in a fixed order.
     **options
         The keywords of `attention` that the forward was called with; `return_lse` has no meaning.
 
@@ -137,12 +137,13 @@ def attention_backward(do, q, k, v, o, lse, *, dlse=None, deterministic=True, **
 
     Notes
     -----
-    Extra memory is one number a query (delta = sum(do * o) - dlse), O(seqlen).
+    Extra memory is one number a query (delta = sum(do * o) - dlse); with "wgmma" two, and float32
+    numbers of the size of q, in which dq is added up; and copies of arrays that TMA cannot address.
 
-    Source: Dao et al., FlashAttention (2022), algorithm 4.
+    Source: Dao et al., FlashAttention (2022), algorithm 4; Dao, FlashAttention-2 (2023).
     """
     options.pop("return_lse", None)
-    problem = prepare(q, k, v, **options)
+    problem = prepare(q, k, v, deterministic=deterministic, **options)
     do, o = (problem.to_rows(n, x) for n, x in (("do", do), ("o", o)))
     lse = problem.to_lse("lse", lse)
     dlse = None if dlse is None else problem.to_lse("dlse", dlse)
@@ -152,7 +153,7 @@ def attention_backward(do, q, k, v, o, lse, *, dlse=None, deterministic=True, **
         return tuple(problem.from_rows(x) for x in grads)
 
 
-def attention_vjp(q, k, v, *, return_lse=False, deterministic=True, **options):
+def attention_vjp(q, k, v, *, return_lse=False, deterministic=False, **options):
     """Attention and its pullback, in the manner of ``jax.vjp``.
 
     Parameters
@@ -169,7 +170,7 @@ def attention_vjp(q, k, v, *, return_lse=False, deterministic=True, **options):
         ``pullback(do, dlse=None)`` returns ``(dq, dk, dv)``; it may be called many times. It keeps
         references to q, k, v and o: changing them in between changes the gradients.
     """
-    problem = prepare(q, k, v, **options)
+    problem = prepare(q, k, v, deterministic=deterministic, **options)
     with _resources(problem):
         here = _resident(problem)
         o, lse = _forward(here)
@@ -252,10 +253,10 @@ def _explain_kernels(problem):
                 "registers",
                 "{} in warps that move, {} in those that compute".format(*config.registers),
             )
-            backward = "backward" if problem.wgmma_backward else "backward_dq"
+            backward = "backward" if problem.wgmma else "backward_dq"
             yield "backward tiles", _explain_tiles(config_of(problem, backward))
         names = "delta", "backward_dkdv", "backward_dq"
-        if problem.wgmma_backward:
+        if problem.wgmma:
             names = "prepare", "backward", "convert"
         for name in ("forward", *names):
             kernel, cost = kernel_of(problem, name), ""
@@ -316,7 +317,7 @@ def _backward(p, do, o, lse, dlse):
 
         return blas.backward(do, dlse, p.q, p.k, p.v, o, lse, scale=p.scale, **p.mask())
     dq, dk, dv = (arrays.allocate(p.xp, x.shape, x.dtype, p.layout) for x in (p.q, p.k, p.v))
-    new = [arrays.for_tma(x, copy=False) if p.wgmma_backward else x for x in (dk, dv)]
+    new = [arrays.for_tma(x, copy=False) if p.wgmma else x for x in (dk, dv)]
     for name, blocks, args in backward_calls(p, do, o, lse, dlse, dq, *new):
         _launch(p, name, blocks, *args)
     for x, y in zip((dk, dv), new, strict=True):

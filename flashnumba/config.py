@@ -182,6 +182,7 @@ class BackwardConfig:
     stages: int = 2  # tiles of Q, and as many of dO, in shared memory
     staged: bool = True  # dQ is added from shared memory, by TMA; else from registers
     deferred: bool = False  # dQ of a tile is computed beside the scores of the next
+    deterministic: bool = False  # blocks add to dQ in the order of their keys
 
     @property
     def shared_keys(self):
@@ -226,18 +227,18 @@ class BackwardConfig:
         tiles = 2 * self.kv_bytes + 2 * self.stages * self.q_bytes
         dq_bytes = self.dq_bytes if self.staged else 0
         p_and_ds = (4 if self.shared_keys else 2) * self.ds_bytes
-        small = self.stages * (8 * self.block_m + 48) + 4 * self.block_n + 64
+        small = self.stages * (8 * self.block_m + 48) + 4 * self.block_n + 80
         return (
             tiles + p_and_ds + dq_bytes + small
         )  # lse and delta, barriers; keys that are not finite
 
 
-def choose_wgmma_backward(dtype, head_dim):
+def choose_wgmma_backward(dtype, head_dim, deterministic=False):
     """The tile configuration of the Hopper backward for one problem."""
     width = next(size for size in (64, 128, 256) if head_dim <= size)
     if width == 64:
-        return BackwardConfig(dtype, width, stages=3, deferred=True)
-    return BackwardConfig(dtype, width, staged=width < 256)
+        return BackwardConfig(dtype, width, 2, 64, 3, True, True, deterministic)
+    return BackwardConfig(dtype, width, staged=width < 256, deterministic=deterministic)
 
 
 def choose_wgmma(dtype, head_dim, tma, negative=False):

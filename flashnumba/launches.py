@@ -20,7 +20,7 @@ def config_of(p, name):
     if p.wgmma and name == "forward":
         return choose_wgmma(p.dtype, p.q.shape[3], p.tma, p.scale < 0)
     if p.wgmma and name in ("prepare", "backward", "convert"):
-        return choose_wgmma_backward(p.dtype, p.q.shape[3])
+        return choose_wgmma_backward(p.dtype, p.q.shape[3], p.deterministic)
     return choose_simt(p.dtype, p.q.shape[3], p.v.shape[3], p.simulated)
 
 
@@ -67,7 +67,7 @@ def backward_calls(p, do, o, lse, dlse, dq, dk, dv):
 
     Scratch on Hopper is float32: (batch, heads_q, seqlen_q, head_dim) for dq, two numbers a row.
     """
-    if p.wgmma_backward:
+    if p.wgmma:
         return _backward_wgmma(p, do, o, lse, dlse, dq, dk, dv)
     delta = p.xp.empty(p.lse_shape, p.lse_dtype)
     config = config_of(p, "backward_dq")
@@ -92,6 +92,7 @@ def _backward_wgmma(p, do, o, lse, dlse, dq, dk, dv):
     tiles, n_blocks = ceil_div(seqlen_q, config.block_m), ceil_div(seqlen_kv, config.block_n)
     rows = p.xp.empty((batch, heads_q, tiles, 2 * config.block_m), np.float32)
     parts = p.xp.empty((batch, heads_q, tiles, config.block_m * config.head_dim), np.float32)
+    turns = p.xp.empty((batch, heads_q, tiles), np.int32)
     q_map, do_map = (TensorMap(arrays.for_tma(x), config.block_m) for x in (p.q, do))
     k_map, v_map = (TensorMap(arrays.for_tma(x), config.block_n) for x in (p.k, p.v))
     maps = q_map, k_map, v_map, do_map, TensorMap(dk, 16), TensorMap(dv, 16)
@@ -100,10 +101,10 @@ def _backward_wgmma(p, do, o, lse, dlse, dq, dk, dv):
     mask = p.q_lengths, p.kv_lengths, p.scale, scale_log2, *window
     together = kv_heads_together(batch, heads_q, heads_kv, seqlen_q, config.head_dim, p.masked)
     sizes = n_blocks, together, seqlen_q, seqlen_kv, heads_kv
-    before = do, o, lse, dlse, p.q_lengths, rows, parts
+    before = do, o, lse, dlse, p.q_lengths, rows, parts, turns
     return [
         ("prepare", batch * heads_q * tiles, before),
-        ("backward", batch * heads_kv * n_blocks, (rows, parts, *maps, *mask, *sizes)),
+        ("backward", batch * heads_kv * n_blocks, (rows, parts, turns, *maps, *mask, *sizes)),
         ("convert", batch * heads_q * tiles, (parts, dq, p.scale)),
     ]
 

@@ -49,6 +49,7 @@ class Problem:
     ndim: int
     backend: str
     like: object  # the caller's q: results are returned as this kind
+    deterministic: bool  # of gradients
 
     @property
     def simulated(self):
@@ -63,11 +64,6 @@ class Problem:
     def wgmma(self):
         """Whether the kernels for Hopper compute it."""
         return self.backend.endswith("wgmma")
-
-    @property
-    def wgmma_backward(self):
-        """Whether they compute its gradients, too."""
-        return self.wgmma
 
     @property
     def masked(self):
@@ -204,12 +200,15 @@ def prepare(
     kv_lengths=None,
     layout="bshd",
     backend=None,
+    deterministic=False,
     **not_built,
 ):
     """Check everything the caller gave and return the `Problem`; nothing is allocated before."""
     _refuse(not_built)
     if not (isinstance(layout, str) and layout in LAYOUTS):
         raise ValueError(f"{layout=} must be one of {LAYOUTS}")
+    if not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic must be a bool, not {type(deterministic).__name__}")
     like = q
     q, k, v = (arrays.accept(n, x) for n, x in (("q", q), ("k", k), ("v", v)))
     arrays.importer(like)
@@ -233,6 +232,7 @@ def prepare(
         ndim=ndim,
         backend=backend,
         like=like,
+        deterministic=deterministic,
     )
 
 

@@ -282,13 +282,14 @@ class FlashAttention3(Jax):
 
         def gradients(*given):
             call = jax.ffi.ffi_call("flash_mha_bwd", [*new, rows, rows])
-            return call(
+            results = call(
                 *given, *absent, max_seqlen_q_val=seqlen_q, max_seqlen_q_has_value=True,
                 max_seqlen_k_val=k.shape[1], max_seqlen_k_has_value=True,
                 softmax_scale_val=scale, softmax_scale_has_value=True,
                 is_causal=causal, window_size_left=-1, window_size_right=-1, softcap=0.0,
                 deterministic=False, sm_margin=0,
-            )[:3]  # fmt: skip
+            )  # fmt: skip
+            return tuple(results[:3])
 
         return self.jitted(gradients, do, q, k, v, o, lse)
 

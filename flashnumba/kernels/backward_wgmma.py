@@ -15,7 +15,9 @@ registers that the next product takes as its left factor. In a tile, with p = e^
                             wait for dk
 
 delta = rowsum(do o) - dlse comes from kernels/backward_passes.py. All blocks add to dq, in float32
-and in the order of fragments; there it becomes an array.
+and in the order of fragments; there it becomes an array. Query tiles come from the last to the
+first: blocks that start together then add to a tile in the order of their keys, as they must if
+sums are to be deterministic. Each then waits for the one before, which was started earlier.
 
 Source: Dao, FlashAttention-2 (2023), algorithm 2; Shah et al., FlashAttention-3 (2024).
 """
@@ -42,6 +44,7 @@ from flashnumba.ptx.barrier import (
     setmaxnreg_inc,
 )
 from flashnumba.ptx.layout import descriptor_constant, k_major, mn_major
+from flashnumba.ptx.memory import red_global_add_v4_f32, st_release_u32, wait_acquire_u32
 from flashnumba.ptx.shared import (
     cvta_to_shared,
     fence_proxy_async,
@@ -57,7 +60,6 @@ from flashnumba.ptx.tma import (
     cp_async_bulk_wait_group,
     cp_async_bulk_wait_group_read,
     cp_reduce_async_bulk_add_f32,
-    red_global_add_v4_f32,
 )
 from flashnumba.ptx.wgmma import (
     wgmma_commit_group,
@@ -80,6 +82,7 @@ def make_backward(config):
     D, BLOCK_M, BLOCK_N = config.head_dim, config.block_m, config.block_n
     CONSUMERS, STAGES = config.consumers, config.stages
     SHARED, STAGED, DEFERRED = config.shared_keys, config.staged, config.deferred
+    DETERMINISTIC, LANES_DQ = config.deterministic, 2 if config.deterministic and STAGED else 1
     QUERIES = BLOCK_M // CONSUMERS if SHARED else BLOCK_M  # of s and dp, of one consumer
     COLUMNS = i32(D // CONSUMERS if SHARED else D)  # of dk and dv
     S_SIZE, P_SIZE = QUERIES // 2, QUERIES // 4
@@ -103,13 +106,14 @@ def make_backward(config):
     STATS_AT = u32(P_AT + 2 * SHARED * DS_BYTES)
     FLAGS_AT = u32(STATS_AT + STAGES * STATS_BYTES)
     EVENTS = u32(FLAGS_AT + 4 * BLOCK_N + 16)
-    KV_FULL, KV_READY, DQ_FULL, DQ_EMPTY, DS_FULL = (u32(EVENTS + 8 * i) for i in range(5))
+    KV_FULL, KV_READY, DQ_EMPTY = (u32(EVENTS + 8 * i) for i in range(3))
+    DQ_FULL, DS_FULL = (u32(EVENTS + 24 + 16 * i) for i in range(2))
     Q_FULL, Q_READY, Q_EMPTY, DO_FULL, DO_READY, DO_EMPTY = (
-        u32(EVENTS + 48 + 8 * STAGES * i) for i in range(6)
+        u32(EVENTS + 56 + 8 * STAGES * i) for i in range(6)
     )
     assert DO_EMPTY + 8 * STAGES <= config.shared_bytes
     one_event, wait_one, wait_one_before, arrive_one = ring(1)
-    ds_event, wait_ds, _, arrive_ds = ring(2)
+    two_events, wait_two, _, arrive_two = ring(2)
     q_event, wait_q, wait_q_before, arrive_q = ring(STAGES)
 
     K_MAJOR = u64(descriptor_constant())
@@ -146,9 +150,20 @@ def make_backward(config):
 
     @inlined
     def step(head, m_block, begin, end):
-        """The tile of queries that comes next, after the last of a head the first of the next."""
-        m_block = i32(m_block + 1)
-        return (head, m_block) if m_block < end else (i32(head + 1), begin)
+        """The tile of queries before this one, after a head's first the last of the next head."""
+        m_block = i32(m_block - 1)
+        return (head, m_block) if m_block >= begin else (i32(head + 1), i32(end - 1))
+
+    @inlined
+    def tiles_of(n_block, q_length, kv_length, offset, left, right):
+        """(begin, full_begin, full_end, end) of the query tiles that see a block's keys."""
+        first = i32(n_block * BLOCK_N)
+        last = min(i32(first + BLOCK_N), kv_length) - 1
+        begin, full_begin, full_end, end = tiles(
+            first, last, -offset, right, left, q_length, BLOCK_M
+        )
+        full_end = i32(full_end) if first + BLOCK_N <= kv_length else i32(full_begin)
+        return i32(begin), i32(full_begin), full_end, i32(end)
 
     # --- warp 0: load --------------------------------------------------------------------
 
@@ -159,7 +174,7 @@ def make_backward(config):
         see_map(k_map)
         see_map(v_map)
         see_map(do_map)
-        full, row0, m_block = one_event(smem, KV_FULL, n), i32(n_block * BLOCK_N), begin
+        full, row0, m_block = one_event(smem, KV_FULL, n), i32(n_block * BLOCK_N), i32(end - 1)
         load_tile(smem, None, k_map, full, N_ROWS, row0, kv_h, b)
         load_tile(smem + V_AT, None, v_map, full, N_ROWS, row0, kv_h, b)
         while n < count:
@@ -180,20 +195,40 @@ def make_backward(config):
     # --- warp 1: add dQ ------------------------------------------------------------------
 
     @inlined
-    def add_dq(smem, b, dq, begin, end, count, head):
-        n, m_block = u32(0), begin
-        while n < count:
-            wait_one(smem, DQ_FULL, n)
-            if lane_index() == 0:
-                cp_reduce_async_bulk_add_f32(dq[b, head, m_block], u32(smem + DQ_AT), DQ_BYTES)
-                cp_async_bulk_commit_group()
-                cp_async_bulk_wait_group_read()
-                arrive_one(smem, DQ_EMPTY, n)
-            cuda.syncwarp()
-            n = u32(n + ONE)
-            head, m_block = step(head, m_block, begin, end)
-        if lane_index() == 0:
-            cp_async_bulk_wait_group()
+    def await_turn(turns, n_block, m_block, before):
+        """The block of the keys before these has added its dq, if it has any."""
+        if before[0] <= m_block < before[1]:
+            wait_acquire_u32(turns, u32(m_block), u32(n_block))
+            fence_proxy_async()
+
+    @inlined
+    def add_tiles(smem, place, dq, turns, before, begin, end, count, head):
+        """One lane adds; where that is in turn two do, since each waits until it is done."""
+        n, (n_block, _, b), m_block = u32(lane_index()), place, i32(end - 1)
+        if n < LANES_DQ:
+            if n == ONE:
+                head, m_block = step(head, m_block, begin, end)
+            while n < count:
+                if DETERMINISTIC:
+                    await_turn(turns[b, head], n_block, m_block, before)
+                if STAGED:
+                    wait_two(smem, DQ_FULL, n)
+                    cp_reduce_async_bulk_add_f32(dq[b, head, m_block], u32(smem + DQ_AT), DQ_BYTES)
+                    cp_async_bulk_commit_group()
+                    cp_async_bulk_wait_group_read()
+                    arrive_one(smem, DQ_EMPTY, n)
+                    if DETERMINISTIC:
+                        cp_async_bulk_wait_group()
+                else:
+                    arrive_one(smem, DQ_EMPTY, n)
+                    wait_two(smem, DQ_FULL, n)
+                if DETERMINISTIC:
+                    st_release_u32(turns[b, head], u32(m_block), u32(n_block + 1))
+                for _ in range(LANES_DQ):
+                    n = u32(n + ONE)
+                    head, m_block = step(head, m_block, begin, end)
+            if STAGED:
+                cp_async_bulk_wait_group()
 
     # --- warps 2 and 3: guard ------------------------------------------------------------
 
@@ -327,7 +362,7 @@ def make_backward(config):
         """Both consumers' ds has to be there; of dq each has its columns."""
         column0 = consumer * u32(COLUMNS_DQ)
         k_columns = smem + (column0 >> u32(6)) * u32(KV_SUBTILE) + (column0 & u32(63)) * u32(2)
-        wait_ds(smem, DS_FULL, n)
+        wait_two(smem, DS_FULL, n)
         wgmma_fence()
         ds_tile = smem + DS_AT + n % TWO * DS_BYTES
         gemm_dq(dq, descriptor(DS_MN, ds_tile), descriptor(KV_MN, k_columns))
@@ -343,6 +378,8 @@ def make_backward(config):
         part = u32(u32(cuda.threadIdx.x) - u32(128))
         if STAGED:
             wait_one_before(smem, DQ_EMPTY, n)
+        elif DETERMINISTIC:
+            wait_one(smem, DQ_EMPTY, n)
         for i in range(DQ_SIZE // 4):
             x, at = 4 * i, u32(part + u32(i) * CONSUMER_THREADS)
             if STAGED:
@@ -352,7 +389,8 @@ def make_backward(config):
                 red_global_add_v4_f32(dq_tile, at, dq[x], dq[x + 1], dq[x + 2], dq[x + 3])
         if STAGED:
             fence_proxy_async()
-            arrive_one(smem, DQ_FULL, n)
+        if STAGED or DETERMINISTIC:
+            arrive_two(smem, DQ_FULL, n)
 
     @inlined
     def consume(
@@ -382,7 +420,7 @@ def make_backward(config):
             flags = u32(smem + FLAGS_AT + u32(4 * BLOCK_N))
             found = ld_shared_u32(flags) | ld_shared_u32(u32(flags + u32(4)))
             poisoned = i32(cuda.shfl_sync(ALL_LANES, i32(found), 0)) != 0
-        n, m_block = u32(0), begin
+        n, m_block = u32(0), i32(end - 1)
         while n < count:
             q_columns = descriptor(Q_MN, slot(smem + Q_AT, n) + acc_columns)
             do_columns = descriptor(Q_MN, slot(smem + DO_AT, n) + acc_columns)
@@ -419,7 +457,7 @@ def make_backward(config):
             to_halves(ds, dp)
             halves_to_shared(ds, smem + DS_AT + own, query0)
             fence_proxy_async()
-            arrive_ds(smem, DS_FULL, n)
+            arrive_two(smem, DS_FULL, n)
             if DEFERRED:
                 if n > u32(0):
                     add(smem, u32(n - ONE), dq, None)
@@ -427,7 +465,7 @@ def make_backward(config):
                 gemm_dkv(dk_acc, ds, q_columns)
                 wgmma_commit_group()
             else:
-                wait_ds(smem, DS_FULL, n)
+                wait_two(smem, DS_FULL, n)
                 if SHARED:
                     wgmma_fence()
                     gemm_dkv_shared(dv_acc, descriptor(K_MAJOR, smem + P_AT + buffer), do_columns)
@@ -462,7 +500,7 @@ def make_backward(config):
             cp_async_bulk_wait_group()
 
     def backward(
-        stats, dq, q_map, k_map, v_map, do_map, dk_map, dv_map, q_lengths, kv_lengths,
+        stats, dq, turns, q_map, k_map, v_map, do_map, dk_map, dv_map, q_lengths, kv_lengths,
         scale, scale_log2, left, right, upper_left, blocks, together, seqlen_q, seqlen_kv, heads_kv,
     ):  # fmt: skip
         smem = cvta_to_shared(cuda.shared.array(0, np.uint8, alignment=1024))
@@ -477,20 +515,20 @@ def make_backward(config):
         q_length = i32(length(q_lengths, place[2], seqlen_q))
         kv_length = i32(length(kv_lengths, place[2], seqlen_kv))
         offset = i32(alignment(q_length, kv_length, upper_left))
-        first = i32(n_block * BLOCK_N)
-        begin, full_begin, full_end, end = tiles(
-            first, min(i32(first + BLOCK_N), kv_length) - 1, -offset, right, left, q_length, BLOCK_M
+        begin, full_begin, full_end, end = tiles_of(
+            n_block, q_length, kv_length, offset, left, right
         )
-        begin, full_begin, full_end, end = i32(begin), i32(full_begin), i32(full_end), i32(end)
-        if first + BLOCK_N > kv_length:
-            full_end = full_begin
+        before = i32(0), i32(0)
+        if DETERMINISTIC and n_block > 0:
+            others = tiles_of(i32(n_block - 1), q_length, kv_length, offset, left, right)
+            before = others[0], others[3]
         count, head = u32(group * (end - begin)), i32(place[1] * group)
         if thread == 0:
             for i in range(2):
-                mbarrier_init(ds_event(smem, DS_FULL, u32(i)), CONSUMER_THREADS)
+                mbarrier_init(two_events(smem, DS_FULL, u32(i)), CONSUMER_THREADS)
+                mbarrier_init(two_events(smem, DQ_FULL, u32(i)), CONSUMER_THREADS)
             mbarrier_init(one_event(smem, KV_FULL, u32(0)), u32(2))
             mbarrier_init(one_event(smem, KV_READY, u32(0)), u32(64))
-            mbarrier_init(one_event(smem, DQ_FULL, u32(0)), CONSUMER_THREADS)
             mbarrier_init(one_event(smem, DQ_EMPTY, u32(0)), ONE)
             for i in range(STAGES):
                 mbarrier_init(q_event(smem, Q_FULL, u32(i)), u32(2))
@@ -505,8 +543,8 @@ def make_backward(config):
             release_registers()
             if warp == 0:
                 load(smem, place, stats, q_map, k_map, v_map, do_map, begin, end, count, head)
-            elif warp == 1 and STAGED:
-                add_dq(smem, place[2], dq, begin, end, count, head)
+            elif warp == 1 and (STAGED or DETERMINISTIC):
+                add_tiles(smem, place, dq, turns, before, begin, end, count, head)
             elif warp > 1:
                 masked = begin < full_begin or full_end < end
                 guard_tiles(smem, warp, masked, count)
@@ -518,8 +556,9 @@ def make_backward(config):
             )  # fmt: skip
 
     n, rows = types.Array(types.int64, 1, "A"), types.Array(types.float32, 4, "C")
+    turns = types.Array(types.int32, 3, "C")
     signature = types.void(
-        rows, rows, *[types.uint64] * 6, n, n, types.float32, types.float32,
+        rows, rows, turns, *[types.uint64] * 6, n, n, types.float32, types.float32,
         types.int32, types.int32, types.int64, *[types.int32] * 5,
     )  # fmt: skip
     key = f"wgmma backward {config}"

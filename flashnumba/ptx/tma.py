@@ -11,7 +11,7 @@ instruction.
 
 import numpy as np
 
-from flashnumba.ptx._asm import address, f32, i32, u32, u64
+from flashnumba.ptx._asm import address, i32, u32, u64
 from flashnumba.ptx._instruction import instruction
 from flashnumba.ptx.barrier import mbarrier
 from flashnumba.ptx.layout import swizzle128
@@ -164,15 +164,6 @@ def cp_reduce_async_bulk_add_f32(target: address, source: u32, size: u32):
             place[...] += smem.gather(where, np.float32)
 
     current_block().part(Copies).store(add)
-
-
-@instruction(
-    "{{ .reg .u64 at; mad.wide.u32 at, {i}, 16, {target}; "
-    "red.global.add.v4.f32 [at], {{{x0}, {x1}, {x2}, {x3}}}; }}"
-)
-def red_global_add_v4_f32(target: address, i: u32, x0: f32, x1: f32, x2: f32, x3: f32):
-    """Add to four float32 of an array, the first of which is number 4 i; each is one atomic."""
-    target[4 * int(i) : 4 * int(i) + 4] += np.array([x0, x1, x2, x3], np.float32)
 
 
 def contiguous(array, size):
