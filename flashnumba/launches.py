@@ -93,7 +93,7 @@ def _backward_wgmma(p, do, o, lse, dlse, dq, dk, dv):
     rows = p.xp.empty((batch, heads_q, tiles, 2 * config.block_m), np.float32)
     parts = p.xp.empty((batch, heads_q, tiles, config.block_m * config.head_dim), np.float32)
     turns = p.xp.empty((batch, heads_q, tiles), np.int32)
-    q_map, do_map = (TensorMap(arrays.for_tma(x), config.block_m) for x in (p.q, do))
+    q_map, do_map, o_map = (TensorMap(arrays.for_tma(x), config.block_m) for x in (p.q, do, o))
     k_map, v_map = (TensorMap(arrays.for_tma(x), config.block_n) for x in (p.k, p.v))
     maps = q_map, k_map, v_map, do_map, TensorMap(dk, 16), TensorMap(dv, 16)
     scale_log2 = p.scale_log2 if p.scale >= 0 else -p.scale_log2
@@ -101,7 +101,7 @@ def _backward_wgmma(p, do, o, lse, dlse, dq, dk, dv):
     mask = p.q_lengths, p.kv_lengths, p.scale, scale_log2, *window
     together = kv_heads_together(batch, heads_q, heads_kv, seqlen_q, config.head_dim, p.masked)
     sizes = n_blocks, together, seqlen_q, seqlen_kv, heads_kv
-    before = do, o, lse, dlse, p.q_lengths, rows, parts, turns
+    before = do_map, o_map, lse, dlse, p.q_lengths, rows, parts, turns
     return [
         ("prepare", batch * heads_q * tiles, before),
         ("backward", batch * heads_kv * n_blocks, (rows, parts, turns, *maps, *mask, *sizes)),

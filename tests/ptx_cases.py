@@ -34,6 +34,7 @@ from flashnumba.ptx.barrier import (
     setmaxnreg_inc,
 )
 from flashnumba.ptx.layout import descriptor_constant, k_major, mn_major, swizzle128
+from flashnumba.ptx.memory import red_global_add_v4_f32, st_release_u32, wait_acquire_u32
 from flashnumba.ptx.shared import (
     cvta_to_shared,
     fence_proxy_async,
@@ -48,7 +49,7 @@ from flashnumba.ptx.shared import (
     st_shared_v4_f32,
     stmatrix_x4,
 )
-from flashnumba.ptx.thread import cvt_bf16x2, cvt_f16x2, ex2, lg2, max_f32, opaque, rcp
+from flashnumba.ptx.thread import cvt_bf16x2, cvt_f16x2, cvt_f32_f16, ex2, lg2, max_f32, opaque, rcp
 from flashnumba.ptx.tma import (
     cp_async_bulk_commit_group,
     cp_async_bulk_load,
@@ -58,7 +59,6 @@ from flashnumba.ptx.tma import (
     cp_async_bulk_wait_group_read,
     cp_reduce_async_bulk_add_f32,
     fence_proxy_tensormap,
-    red_global_add_v4_f32,
 )
 from flashnumba.ptx.wgmma import (
     wgmma_commit_group,
@@ -204,7 +204,7 @@ SPECIAL = np.array(
 def make_thread():
     """Every pair of special numbers, random bits, and numbers of a softmax."""
 
-    def kernel(a, b, exp, log, inverse, larger, half, bhalf):
+    def kernel(a, b, exp, log, inverse, larger, wide, half, bhalf):
         i = cuda.blockIdx.x * 128 + cuda.threadIdx.x
         if i < a.shape[0]:
             exp[i] = ex2(a[i])
@@ -212,6 +212,7 @@ def make_thread():
             inverse[i] = rcp(a[i])
             larger[i] = max_f32(a[i], b[i])
             half[i] = cvt_f16x2(a[i], b[i])
+            wide[i] = cvt_f32_f16(a[i].view(np.uint32))
             bhalf[i] = opaque(cvt_bf16x2(a[i], b[i]))
 
     def operands(rng):
@@ -220,7 +221,7 @@ def make_thread():
         bits = rng.integers(0, 1 << 32, (2, 500), u32).view(f32)
         near = rng.uniform(-4, 4, (2, 500)).astype(f32)
         a, b = np.concatenate([special, bits, near], axis=1)
-        return [a, b, *np.zeros((4, a.size), f32), *np.zeros((2, a.size), u32)]
+        return [a, b, *np.zeros((5, a.size), f32), *np.zeros((2, a.size), u32)]
 
     half_ulp = 2.0**-24  # of the body
     agree = {
@@ -230,8 +231,9 @@ def make_thread():
         5: exact,
         6: exact,
         7: exact,
+        8: exact,
     }
-    kinds = [floats()] * 6 + [words()] * 2
+    kinds = [floats()] * 7 + [words()] * 2
     grid = -(-len(operands(np.random.default_rng(0))[0]) // 128)
     machine = {"MUFU": 3, "FMNMX": 1, "F2FP": 2}
     return Case(kernel_of("thread", kernel, kinds, 128), operands, agree, machine, grid)
@@ -431,7 +433,7 @@ def make_bulk():
     ROWS, SIZE = 5, 512  # of numbers
     BYTES, OUT_AT, FULL_AT = 4 * SIZE, 4 * SIZE, 8 * SIZE
 
-    def kernel(x, to, by_4, by_8, y, z):
+    def kernel(x, to, by_4, by_8, y, z, flags, seen):
         smem = cvta_to_shared(cuda.shared.array(0, np.uint8, alignment=1024))
         t = i32(cuda.threadIdx.x)
         pair = cuda.local.array(2, np.float32)
@@ -465,17 +467,25 @@ def make_bulk():
             cuda.syncthreads()
         if t == 0:
             cp_async_bulk_wait_group()
+        # Warp after warp, the last first: each adds to what the one before has left.
+        turn = 3 - t // 32
+        wait_acquire_u32(flags, u32(2), u32(turn))
+        cuda.syncwarp()
+        if t % 32 == 0:
+            seen[turn] = u32(seen[(turn + 3) % 4] + u32(turn + 1))
+            st_release_u32(flags, u32(2), u32(turn + 1))
 
     def operands(rng):
         numbers = lambda rows: rng.integers(-99, 100, (rows, SIZE)).astype(f32)
         out = [np.zeros((ROWS, SIZE), f32) for _ in range(2)]
-        return [numbers(ROWS), np.array([2, 0, 2, 1, 0]), *out, numbers(3), numbers(3)]
+        flags = np.zeros(4, np.uint32), np.zeros(4, np.uint32)
+        return [numbers(ROWS), np.array([2, 0, 2, 1, 0]), *out, numbers(3), numbers(3), *flags]
 
     rows = types.Array(types.float32, 2, "C")
-    kinds = [rows, types.Array(types.int64, 1, "A"), *[rows] * 4]
+    kinds = [rows, types.Array(types.int64, 1, "A"), *[rows] * 4, words(), words()]
     kernel = kernel_of("bulk", kernel, kinds, 128, FULL_AT + 1024, "a")
     machine = {"UBLKCP": 1, "UBLKRED": 1, "RED": 1, "STS": 1, "LDS": 2}
-    return Case(kernel, operands, dict.fromkeys((2, 3, 4, 5), exact), machine)
+    return Case(kernel, operands, dict.fromkeys(range(2, 8), exact), machine)
 
 
 # --- wgmma.py -------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from numba.cuda import types
 
 from flashnumba.config import Kernel
 from flashnumba.device import inlined
-from flashnumba.device.pipeline import lane_index
+from flashnumba.device.copy import copies
 from flashnumba.device.sequence import length
 from flashnumba.device.tile import number
 from flashnumba.ptx.barrier import (
@@ -21,14 +21,22 @@ from flashnumba.ptx.barrier import (
     mbarrier_init,
     mbarrier_wait,
 )
-from flashnumba.ptx.shared import cvta_to_shared, ld_shared_f32
+from flashnumba.ptx.layout import swizzle128
+from flashnumba.ptx.shared import cvta_to_shared, ld_shared_f32, ld_shared_v4_u32
+from flashnumba.ptx.thread import cvt_f32_f16
 from flashnumba.ptx.tma import cp_async_bulk_load
 
 ALL_LANES = 0xFFFFFFFF
-THREADS, WARPS = 256, 8
-f32, u32 = np.float32, np.uint32
+THREADS = 256
+f32, i32, u32 = np.float32, np.int32, np.uint32
 LOG2_E = f32(np.log2(np.e))
 STORED = {"float16": types.float16, "bfloat16": types.uint16}
+
+
+@inlined
+def widen_bf16(x):
+    """The lower half as a float32."""
+    return u32(x << u32(16)).view(np.float32)
 
 
 @inlined
@@ -42,52 +50,63 @@ def place(parts):
 
 @cache
 def make_prepare(config):
-    """delta = sum_d do o - dlse, lse in units of log 2, a warp a query; dq = 0, added by nobody.
+    """delta = sum_d do o - dlse; lse in units of log 2; dq = 0, and nobody has added to it.
 
     A query without keys, or past its sequence, gets lse = +inf: e^(s - lse) is 0 whatever s is.
     """
-    BLOCK_M, D = config.block_m, config.head_dim
-    TOGETHER = 256 // D  # rows in flight in a warp
-    widen, _, _ = number(config.dtype)
-    INF, ZERO = f32(np.inf), f32(0)
+    BLOCK_M, D, BYTES = config.block_m, config.head_dim, config.q_bytes
+    PARTS = THREADS // BLOCK_M  # threads that share a row
+    BARRIER, ZERO, INF = u32(2 * BYTES), f32(0), f32(np.inf)
+    see_map, load_tile, _, _ = copies(D, True)
+    widen = cvt_f32_f16 if config.dtype == "float16" else widen_bf16
 
-    def prepare(do, o, lse, dlse, q_lengths, rows, dq, turns):
-        lane, warp, (m_block, h, b) = lane_index(), cuda.threadIdx.x // 32, place(dq)
-        row0, tile, of_rows = m_block * BLOCK_M, dq[b, h, m_block], rows[b, h, m_block]
-        last_row, last_column = do.shape[1] - 1, do.shape[3] - 1
-        end = length(q_lengths, b, do.shape[1])
-        if cuda.threadIdx.x == 0:
+    def prepare(do_map, o_map, lse, dlse, q_lengths, rows, dq, turns):
+        smem = cvta_to_shared(cuda.shared.array(0, np.uint8, alignment=1024))
+        thread, (m_block, h, b) = u32(cuda.threadIdx.x), place(dq)
+        row0, full = i32(m_block * BLOCK_M), smem + BARRIER
+        if thread == 0:
+            mbarrier_init(full, u32(2))
+            fence_mbarrier_init()
             turns[b, h, m_block] = 0
-        total = cuda.local.array(TOGETHER, np.float32)
+        cuda.syncthreads()
+        if thread < 32:
+            see_map(do_map)
+            see_map(o_map)
+            load_tile(smem, None, do_map, full, BLOCK_M, row0, h, b)
+            load_tile(smem + u32(BYTES), None, o_map, full, BLOCK_M, row0, h, b)
+        tile = dq[b, h, m_block]
         for i in range(BLOCK_M * D // THREADS):
-            tile[i * THREADS + cuda.threadIdx.x] = ZERO
-        for i in range(warp * TOGETHER, BLOCK_M, WARPS * TOGETHER):
-            for r in range(TOGETHER):
-                row, total[r] = min(row0 + i + r, last_row), ZERO
-                for j in range(D // 32):
-                    d = min(lane + 32 * j, last_column)
-                    part = widen(do[b, row, h, d]) * widen(o[b, row, h, d])
-                    total[r] += part if lane + 32 * j == d else ZERO
-            for distance in (1, 2, 4, 8, 16):
-                for r in range(TOGETHER):
-                    total[r] += cuda.shfl_xor_sync(ALL_LANES, total[r], distance)
-            for r in range(TOGETHER):
-                row = row0 + i + r
-                if lane == r:
-                    log_l, delta = INF, ZERO
-                    if row < end and lse[b, h, row] != -INF:
-                        log_l, delta = lse[b, h, row] * LOG2_E, total[r]
-                        if dlse.shape[2] > 0:
-                            delta -= dlse[b, h, row]
-                    of_rows[i + r] = log_l
-                    of_rows[BLOCK_M + i + r] = delta
+            tile[i * THREADS + thread] = ZERO
+        mbarrier_wait(full, u32(0))
+        row, part = thread // u32(PARTS), thread % u32(PARTS)
+        x, y = cuda.local.array(4, np.uint32), cuda.local.array(4, np.uint32)
+        delta, log_l = ZERO, INF
+        for i in range(D // 8 // PARTS):
+            column = u32(part + u32(PARTS * i))  # of 16 bytes
+            at = smem + u32(swizzle128(row * u32(128) | column % u32(8) * u32(16)))
+            at = u32(at + column // u32(8) * u32(128 * BLOCK_M))
+            ld_shared_v4_u32(x, at)
+            ld_shared_v4_u32(y, u32(at + u32(BYTES)))
+            for j in range(4):
+                delta += widen(x[j]) * widen(y[j])
+                delta += widen(x[j] >> u32(16)) * widen(y[j] >> u32(16))
+        delta += cuda.shfl_xor_sync(ALL_LANES, delta, 1)
+        delta += cuda.shfl_xor_sync(ALL_LANES, delta, 2)
+        query = i32(row0 + row)
+        seen = query < length(q_lengths, b, lse.shape[2]) and lse[b, h, query] != -INF
+        if seen:
+            log_l = lse[b, h, query] * LOG2_E
+            if dlse.shape[2] > 0:
+                delta -= dlse[b, h, query]
+        if part == 0:
+            rows[b, h, m_block, row] = log_l
+            rows[b, h, m_block, BLOCK_M + row] = delta if seen else ZERO
 
-    x = types.Array(STORED[config.dtype], 4, "A")
     r, rows = types.Array(types.float32, 3, "A"), types.Array(types.float32, 4, "C")
-    n = types.Array(types.int64, 1, "A")
-    turns = types.Array(types.int32, 3, "C")
-    signature = types.void(x, x, r, r, n, rows, rows, turns)
-    return Kernel(f"backward prepare {config}", prepare, signature, THREADS)
+    n, turns = types.Array(types.int64, 1, "A"), types.Array(types.int32, 3, "C")
+    signature = types.void(types.uint64, types.uint64, r, r, n, rows, rows, turns)
+    key, shared_bytes = f"backward prepare {config}", 2 * BYTES + 8
+    return Kernel(key, prepare, signature, THREADS, shared_bytes)
 
 
 @cache

@@ -52,6 +52,14 @@ def cvt_bf16x2(low: f32, high: f32) -> u32:
     return np.uint32(high << 16 | low)
 
 
+@instruction(
+    "{{ .reg .b16 low, high; mov.b32 {{low, high}}, {a}; cvt.f32.f16 {d}, low; }}", pure=True
+)
+def cvt_f32_f16(a: u32) -> f32:
+    """The lower half of a register, a float16, as float32."""
+    return np.uint16(a & 0xFFFF).view(np.float16).astype(np.float32)
+
+
 @instruction("mov.b32 {d}, {a};")
 def opaque(a: u32) -> u32:
     """a. Compilers cannot know that, so what depends on it is computed here and not earlier.
