@@ -225,9 +225,9 @@ class BackwardConfig:
     @property
     def shared_bytes(self):
         tiles = 2 * self.kv_bytes + 2 * self.stages * self.q_bytes
-        dq_bytes = self.dq_bytes if self.staged else 0
+        dq_bytes = 2 * self.dq_bytes if self.staged else 0
         p_and_ds = (4 if self.shared_keys else 2) * self.ds_bytes
-        small = self.stages * (8 * self.block_m + 48) + 4 * self.block_n + 80
+        small = self.stages * (8 * self.block_m + 48) + 4 * self.block_n + 88
         return (
             tiles + p_and_ds + dq_bytes + small
         )  # lse and delta, barriers; keys that are not finite

@@ -82,7 +82,7 @@ def make_backward(config):
     D, BLOCK_M, BLOCK_N = config.head_dim, config.block_m, config.block_n
     CONSUMERS, STAGES = config.consumers, config.stages
     SHARED, STAGED, DEFERRED = config.shared_keys, config.staged, config.deferred
-    DETERMINISTIC, LANES_DQ = config.deterministic, 2 if config.deterministic and STAGED else 1
+    DETERMINISTIC = config.deterministic
     QUERIES = BLOCK_M // CONSUMERS if SHARED else BLOCK_M  # of s and dp, of one consumer
     COLUMNS = i32(D // CONSUMERS if SHARED else D)  # of dk and dv
     S_SIZE, P_SIZE = QUERIES // 2, QUERIES // 4
@@ -102,18 +102,18 @@ def make_backward(config):
     DO_AT = u32(Q_AT + STAGES * Q_BYTES)
     DS_AT = u32(DO_AT + STAGES * Q_BYTES)
     DQ_AT = u32(DS_AT + 2 * DS_BYTES)
-    P_AT = u32(DQ_AT + STAGED * config.dq_bytes)
+    P_AT = u32(DQ_AT + 2 * STAGED * config.dq_bytes)
     STATS_AT = u32(P_AT + 2 * SHARED * DS_BYTES)
     FLAGS_AT = u32(STATS_AT + STAGES * STATS_BYTES)
     EVENTS = u32(FLAGS_AT + 4 * BLOCK_N + 16)
-    KV_FULL, KV_READY, DQ_EMPTY = (u32(EVENTS + 8 * i) for i in range(3))
-    DQ_FULL, DS_FULL = (u32(EVENTS + 24 + 16 * i) for i in range(2))
+    KV_FULL, KV_READY = (u32(EVENTS + 8 * i) for i in range(2))
+    DQ_FULL, DQ_EMPTY, DS_FULL = (u32(EVENTS + 16 + 16 * i) for i in range(3))
     Q_FULL, Q_READY, Q_EMPTY, DO_FULL, DO_READY, DO_EMPTY = (
-        u32(EVENTS + 56 + 8 * STAGES * i) for i in range(6)
+        u32(EVENTS + 64 + 8 * STAGES * i) for i in range(6)
     )
     assert DO_EMPTY + 8 * STAGES <= config.shared_bytes
-    one_event, wait_one, wait_one_before, arrive_one = ring(1)
-    two_events, wait_two, _, arrive_two = ring(2)
+    one_event, wait_one, _, arrive_one = ring(1)
+    two_events, wait_two, wait_two_before, arrive_two = ring(2)
     q_event, wait_q, wait_q_before, arrive_q = ring(STAGES)
 
     K_MAJOR = u64(descriptor_constant())
@@ -203,32 +203,29 @@ def make_backward(config):
 
     @inlined
     def add_tiles(smem, place, dq, turns, before, begin, end, count, head):
-        """One lane adds; where that is in turn two do, since each waits until it is done."""
+        """Two lanes, with a slot of shared memory each."""
         n, (n_block, _, b), m_block = u32(lane_index()), place, i32(end - 1)
-        if n < LANES_DQ:
-            if n == ONE:
-                head, m_block = step(head, m_block, begin, end)
-            while n < count:
-                if DETERMINISTIC:
-                    await_turn(turns[b, head], n_block, m_block, before)
-                if STAGED:
-                    wait_two(smem, DQ_FULL, n)
-                    cp_reduce_async_bulk_add_f32(dq[b, head, m_block], u32(smem + DQ_AT), DQ_BYTES)
-                    cp_async_bulk_commit_group()
-                    cp_async_bulk_wait_group_read()
-                    arrive_one(smem, DQ_EMPTY, n)
-                    if DETERMINISTIC:
-                        cp_async_bulk_wait_group()
-                else:
-                    arrive_one(smem, DQ_EMPTY, n)
-                    wait_two(smem, DQ_FULL, n)
-                if DETERMINISTIC:
-                    st_release_u32(turns[b, head], u32(m_block), u32(n_block + 1))
-                for _ in range(LANES_DQ):
-                    n = u32(n + ONE)
-                    head, m_block = step(head, m_block, begin, end)
+        if n == ONE:
+            head, m_block = step(head, m_block, begin, end)
+        while n < count and lane_index() < 2:
+            if DETERMINISTIC:
+                await_turn(turns[b, head], n_block, m_block, before)
             if STAGED:
+                wait_two(smem, DQ_FULL, n)
+                at = u32(smem + DQ_AT + n % TWO * DQ_BYTES)
+                cp_reduce_async_bulk_add_f32(dq[b, head, m_block], at, DQ_BYTES)
+                cp_async_bulk_commit_group()
+                cp_async_bulk_wait_group_read()
+            arrive_two(smem, DQ_EMPTY, n)
+            if not STAGED:
+                wait_two(smem, DQ_FULL, n)
+            if DETERMINISTIC:
                 cp_async_bulk_wait_group()
+                st_release_u32(turns[b, head], u32(m_block), u32(n_block + 1))
+            for _ in range(2):
+                n = u32(n + ONE)
+                head, m_block = step(head, m_block, begin, end)
+        cp_async_bulk_wait_group()
 
     # --- warps 2 and 3: guard ------------------------------------------------------------
 
@@ -238,7 +235,9 @@ def make_backward(config):
         wait_one(smem, KV_FULL, u32(0))
         if masked:
             poison(smem, u32(smem + FLAGS_AT), i32(warp - 2), i32(2))
-        arrive_one(smem, KV_READY, u32(0))
+        cuda.syncwarp()
+        if lane_index() == 0:
+            arrive_one(smem, KV_READY, u32(0))
         n, full, ready, at = u32(0), DO_FULL, DO_READY, DO_AT
         if warp == 2:
             full, ready, at = Q_FULL, Q_READY, Q_AT
@@ -246,7 +245,9 @@ def make_backward(config):
             wait_q(smem, Q_FULL, n)
             wait_q(smem, full, n)
             clear(slot(smem + at, n), u32(smem + STATS_AT + n % SLOTS * STATS_BYTES))
-            arrive_q(smem, ready, n)
+            cuda.syncwarp()
+            if lane_index() == 0:
+                arrive_q(smem, ready, n)
             n = u32(n + ONE)
 
     # --- warps 4 and up: consume ---------------------------------------------------------
@@ -256,6 +257,12 @@ def make_backward(config):
         """One thread of a consumer tells that it has read tile n."""
         if u32(cuda.threadIdx.x) & u32(127) == u32(0):
             arrive_q(smem, event, n)
+
+    @inlined
+    def warp_arrives(smem, event, n):
+        cuda.syncwarp()
+        if lane_index() == 0:
+            arrive_two(smem, event, n)
 
     @inlined
     def consumer_of(warp):
@@ -377,20 +384,20 @@ def make_backward(config):
         """dq to shared memory for warp 1 to add it, or to global memory at once."""
         part = u32(u32(cuda.threadIdx.x) - u32(128))
         if STAGED:
-            wait_one_before(smem, DQ_EMPTY, n)
+            wait_two_before(smem, DQ_EMPTY, n)
         elif DETERMINISTIC:
-            wait_one(smem, DQ_EMPTY, n)
+            wait_two(smem, DQ_EMPTY, n)
         for i in range(DQ_SIZE // 4):
             x, at = 4 * i, u32(part + u32(i) * CONSUMER_THREADS)
             if STAGED:
-                at = u32(smem + DQ_AT + at * u32(16))
+                at = u32(smem + DQ_AT + n % TWO * DQ_BYTES + at * u32(16))
                 st_shared_v4_f32(at, dq[x], dq[x + 1], dq[x + 2], dq[x + 3])
             else:
                 red_global_add_v4_f32(dq_tile, at, dq[x], dq[x + 1], dq[x + 2], dq[x + 3])
         if STAGED:
             fence_proxy_async()
         if STAGED or DETERMINISTIC:
-            arrive_two(smem, DQ_FULL, n)
+            warp_arrives(smem, DQ_FULL, n)
 
     @inlined
     def consume(
@@ -457,7 +464,7 @@ def make_backward(config):
             to_halves(ds, dp)
             halves_to_shared(ds, smem + DS_AT + own, query0)
             fence_proxy_async()
-            arrive_two(smem, DS_FULL, n)
+            warp_arrives(smem, DS_FULL, n)
             if DEFERRED:
                 if n > u32(0):
                     add(smem, u32(n - ONE), dq, None)
@@ -525,15 +532,15 @@ def make_backward(config):
         count, head = u32(group * (end - begin)), i32(place[1] * group)
         if thread == 0:
             for i in range(2):
-                mbarrier_init(two_events(smem, DS_FULL, u32(i)), CONSUMER_THREADS)
-                mbarrier_init(two_events(smem, DQ_FULL, u32(i)), CONSUMER_THREADS)
+                mbarrier_init(two_events(smem, DS_FULL, u32(i)), u32(4 * CONSUMERS))
+                mbarrier_init(two_events(smem, DQ_FULL, u32(i)), u32(4 * CONSUMERS))
+                mbarrier_init(two_events(smem, DQ_EMPTY, u32(i)), ONE)
             mbarrier_init(one_event(smem, KV_FULL, u32(0)), u32(2))
-            mbarrier_init(one_event(smem, KV_READY, u32(0)), u32(64))
-            mbarrier_init(one_event(smem, DQ_EMPTY, u32(0)), ONE)
+            mbarrier_init(one_event(smem, KV_READY, u32(0)), TWO)
             for i in range(STAGES):
                 mbarrier_init(q_event(smem, Q_FULL, u32(i)), u32(2))
-                mbarrier_init(q_event(smem, Q_READY, u32(i)), u32(32))
-                mbarrier_init(q_event(smem, DO_READY, u32(i)), u32(32))
+                mbarrier_init(q_event(smem, Q_READY, u32(i)), ONE)
+                mbarrier_init(q_event(smem, DO_READY, u32(i)), ONE)
                 mbarrier_init(q_event(smem, Q_EMPTY, u32(i)), u32(CONSUMERS))
                 mbarrier_init(q_event(smem, DO_FULL, u32(i)), ONE)
                 mbarrier_init(q_event(smem, DO_EMPTY, u32(i)), u32(CONSUMERS))
