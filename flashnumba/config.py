@@ -182,6 +182,8 @@ class BackwardConfig:
     stages: int = 2  # tiles of Q, and as many of dO, in shared memory
     staged: bool = True  # dQ is added from shared memory, by TMA; else from registers
     deferred: bool = False  # dQ of a tile is computed beside the scores of the next
+    in_registers: str = ""  # "k", "v" or "kv": as left factors of S and dP
+    alternate: bool = False  # consumers compute dQ of a tile in turn, else half of the columns each
     deterministic: bool = False  # blocks add to dQ in the order of their keys
 
     @property
@@ -219,8 +221,8 @@ class BackwardConfig:
 
     @property
     def dq_columns(self):
-        """Columns of dq that a consumer computes, of 64 queries."""
-        return self.head_dim * self.block_m // (64 * self.consumers)
+        """Columns of a tile of dq that a consumer computes."""
+        return self.head_dim if self.alternate else self.head_dim // self.consumers
 
     @property
     def shared_bytes(self):
@@ -237,7 +239,9 @@ def choose_wgmma_backward(dtype, head_dim, deterministic=False):
     """The tile configuration of the Hopper backward for one problem."""
     width = next(size for size in (64, 128, 256) if head_dim <= size)
     if width == 64:
-        return BackwardConfig(dtype, width, 2, 64, 3, True, True, deterministic)
+        return BackwardConfig(
+            dtype, width, stages=3, deferred=True, in_registers="k", deterministic=deterministic
+        )
     return BackwardConfig(dtype, width, staged=width < 256, deterministic=deterministic)
 
 

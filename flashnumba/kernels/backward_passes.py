@@ -113,10 +113,10 @@ def make_prepare(config):
 def make_convert(config):
     """dq = scale times what was added up.
 
-    Of a tile, a consumer has some of the rows or some of the columns (`config.dq_columns`).
+    A tile's columns are those of one consumer, or of one after the other (`config.dq_columns`).
     """
     BLOCK_M, D, COLUMNS = config.block_m, config.head_dim, u32(config.dq_columns)
-    ROWS, QUARTERS, BYTES = THREADS // D, u32(128 * 16 * config.consumers), u32(4 * BLOCK_M * D)
+    ROWS, QUARTERS, BYTES = THREADS // D, u32(2048 * D // COLUMNS), u32(4 * BLOCK_M * D)
     BARRIER, ZERO, ONE = u32(BYTES), u32(0), u32(1)
     _, narrow, _ = number(config.dtype)
 

@@ -43,7 +43,7 @@ from flashnumba.ptx.barrier import (
     setmaxnreg_dec,
     setmaxnreg_inc,
 )
-from flashnumba.ptx.layout import descriptor_constant, k_major, mn_major
+from flashnumba.ptx.layout import descriptor_constant, k_major, mn_major, swizzle128
 from flashnumba.ptx.memory import red_global_add_v4_f32, st_release_u32, wait_acquire_u32
 from flashnumba.ptx.shared import (
     cvta_to_shared,
@@ -82,15 +82,18 @@ def make_backward(config):
     D, BLOCK_M, BLOCK_N = config.head_dim, config.block_m, config.block_n
     CONSUMERS, STAGES = config.consumers, config.stages
     SHARED, STAGED, DEFERRED = config.shared_keys, config.staged, config.deferred
-    DETERMINISTIC = config.deterministic
+    DETERMINISTIC, ALTERNATE = config.deterministic, config.alternate
+    K_HELD, V_HELD = (x in config.in_registers for x in "kv")
     QUERIES = BLOCK_M // CONSUMERS if SHARED else BLOCK_M  # of s and dp, of one consumer
     COLUMNS = i32(D // CONSUMERS if SHARED else D)  # of dk and dv
     S_SIZE, P_SIZE = QUERIES // 2, QUERIES // 4
     COLUMNS_DQ = config.dq_columns
     ACC_SIZE, DQ_SIZE = int(COLUMNS) // 2, COLUMNS_DQ // 2
+    KV_SIZE = D // 4 if config.in_registers else 1
     ONE, TWO, ZERO = u32(1), u32(2), f32(0)
     M_ROWS, N_ROWS = i32(BLOCK_M), i32(BLOCK_N)
-    CONSUMER_THREADS = u32(128 * CONSUMERS)
+    DQ_CONSUMERS = 1 if ALTERNATE else CONSUMERS  # that compute a tile of dq
+    DQ_THREADS = u32(128 * DQ_CONSUMERS)
     Q_SUBTILE, KV_SUBTILE = 128 * BLOCK_M, 128 * BLOCK_N
 
     # Shared memory: K, V; Q, dO; dS, dQ; lse and delta; barriers.
@@ -123,6 +126,7 @@ def make_backward(config):
     )
     keys, queries = (tuple(mn_major(k) for k in range(n // 16)) for n in (BLOCK_N, BLOCK_M))
     gemm_s = wgmma_ss(QUERIES, config.dtype, kv_steps, q_steps)
+    gemm_s_rs = wgmma_rs(QUERIES, config.dtype, q_steps, b_mn_major=False, add=False)
     gemm_dkv = wgmma_rs(int(COLUMNS), config.dtype, queries)
     p_steps = tuple(k_major(BLOCK_N, k) for k in range(BLOCK_M // 16))
     gemm_dkv_shared = wgmma_ss(
@@ -352,22 +356,33 @@ def make_backward(config):
         )  # fmt: skip
 
     @inlined
-    def issue_s(smem, n, rows, k_rows, s):
-        wait_q(smem, Q_READY, n)
-        wgmma_fence()
-        gemm_s(s, descriptor(K_MAJOR, k_rows), descriptor(K_MAJOR, slot(smem + Q_AT, n) + rows))
+    def take(frag, tile, warp):
+        """This warp's 16 keys as the left factor of a product (device/fragment.py)."""
+        lane, row0 = u32(lane_index()), u32(row0_of(warp))
+        for i in range(KV_SIZE):
+            row = u32(row0 + (lane >> u32(2)) + u32(i % 2 * 8))
+            at = u32(
+                row * u32(128) + (lane & u32(3)) * u32(4) + u32(i // 4 % 4 * 32 + i // 2 % 2 * 16)
+            )
+            frag[i] = ld_shared_u32(tile + u32(i // 16 * KV_SUBTILE) + u32(swizzle128(at)))
 
     @inlined
-    def issue_dp(smem, n, rows, k_rows, dp):
-        wait_q(smem, DO_READY, n)
+    def issue_scores(s, in_registers, keys, k_rows, q_rows):
+        """s = k q^T, or dp = v do^T."""
         wgmma_fence()
-        do_rows = slot(smem + DO_AT, n) + rows
-        gemm_s(dp, descriptor(K_MAJOR, k_rows + V_AT), descriptor(K_MAJOR, do_rows))
+        if in_registers:
+            gemm_s_rs(s, keys, descriptor(K_MAJOR, q_rows))
+        else:
+            gemm_s(s, descriptor(K_MAJOR, k_rows), descriptor(K_MAJOR, q_rows))
+
+    @inlined
+    def computes_dq(consumer, n):
+        return not ALTERNATE or n & ONE == consumer
 
     @inlined
     def issue_dq(smem, n, consumer, dq):
-        """Both consumers' ds has to be there; of dq each has its columns."""
-        column0 = consumer * u32(COLUMNS_DQ)
+        """Both consumers' ds has to be there."""
+        column0 = u32(0) if ALTERNATE else consumer * u32(COLUMNS_DQ)
         k_columns = smem + (column0 >> u32(6)) * u32(KV_SUBTILE) + (column0 & u32(63)) * u32(2)
         wait_two(smem, DS_FULL, n)
         wgmma_fence()
@@ -383,12 +398,14 @@ def make_backward(config):
     def add(smem, n, dq, dq_tile):
         """dq to shared memory for warp 1 to add it, or to global memory at once."""
         part = u32(u32(cuda.threadIdx.x) - u32(128))
+        if ALTERNATE:
+            part = part & u32(127)
         if STAGED:
             wait_two_before(smem, DQ_EMPTY, n)
         elif DETERMINISTIC:
             wait_two(smem, DQ_EMPTY, n)
         for i in range(DQ_SIZE // 4):
-            x, at = 4 * i, u32(part + u32(i) * CONSUMER_THREADS)
+            x, at = 4 * i, u32(part + u32(i) * DQ_THREADS)
             if STAGED:
                 at = u32(smem + DQ_AT + n % TWO * DQ_BYTES + at * u32(16))
                 st_shared_v4_f32(at, dq[x], dq[x + 1], dq[x + 2], dq[x + 3])
@@ -409,6 +426,8 @@ def make_backward(config):
         p = cuda.local.array(P_SIZE, np.uint32)
         ds = cuda.local.array(P_SIZE, np.uint32)
         dq = cuda.local.array(DQ_SIZE, np.float32)
+        k_frag = cuda.local.array(KV_SIZE, np.uint32)
+        v_frag = cuda.local.array(KV_SIZE, np.uint32)
         dk_acc = cuda.local.array(ACC_SIZE, np.float32)
         dv_acc = cuda.local.array(ACC_SIZE, np.float32)
         see_map(dk_map)
@@ -422,25 +441,32 @@ def make_backward(config):
         zero_acc(dk_acc)
         zero_acc(dv_acc)
         wait_one(smem, KV_READY, u32(0))
+        if K_HELD:
+            take(k_frag, smem, warp)
+        if V_HELD:
+            take(v_frag, smem + V_AT, warp)
         poisoned = False
         if begin < full_begin or full_end < end:
             flags = u32(smem + FLAGS_AT + u32(4 * BLOCK_N))
             found = ld_shared_u32(flags) | ld_shared_u32(u32(flags + u32(4)))
             poisoned = i32(cuda.shfl_sync(ALL_LANES, i32(found), 0)) != 0
-        n, m_block = u32(0), i32(end - 1)
+        n, m_block, dq_before = u32(0), i32(end - 1), dq_parts[b, head, 0]
         while n < count:
-            q_columns = descriptor(Q_MN, slot(smem + Q_AT, n) + acc_columns)
-            do_columns = descriptor(Q_MN, slot(smem + DO_AT, n) + acc_columns)
-            issue_s(smem, n, rows, k_rows, s)
+            q_tile, do_tile, before = slot(smem + Q_AT, n), slot(smem + DO_AT, n), u32(n - ONE)
+            q_columns = descriptor(Q_MN, q_tile + acc_columns)
+            do_columns = descriptor(Q_MN, do_tile + acc_columns)
+            wait_q(smem, Q_READY, n)
+            issue_scores(s, K_HELD, k_frag, k_rows, q_tile + rows)
             wgmma_commit_group()
-            if DEFERRED and n > u32(0):
-                issue_dq(smem, u32(n - ONE), consumer, dq)
-            issue_dp(smem, n, rows, k_rows, dp)
+            if DEFERRED and n > u32(0) and computes_dq(consumer, before):
+                issue_dq(smem, before, consumer, dq)
+            wait_q(smem, DO_READY, n)
+            issue_scores(dp, V_HELD, v_frag, k_rows + V_AT, do_tile + rows)
             wgmma_commit_group()
 
             wait_s(s)
             if DEFERRED and n > u32(0):
-                give_tiles_back(smem, u32(n - ONE))
+                give_tiles_back(smem, before)
             masked = not full_begin <= m_block < full_end
             if poisoned:
                 add_poison(smem, warp, s)
@@ -466,18 +492,20 @@ def make_backward(config):
             fence_proxy_async()
             warp_arrives(smem, DS_FULL, n)
             if DEFERRED:
-                if n > u32(0):
-                    add(smem, u32(n - ONE), dq, None)
+                if n > u32(0) and computes_dq(consumer, before):
+                    add(smem, before, dq, dq_before)
+                dq_before = dq_parts[b, head, m_block]
                 fence_acc(dk_acc, ds)
                 gemm_dkv(dk_acc, ds, q_columns)
                 wgmma_commit_group()
             else:
-                wait_two(smem, DS_FULL, n)
                 if SHARED:
+                    wait_two(smem, DS_FULL, n)
                     wgmma_fence()
                     gemm_dkv_shared(dv_acc, descriptor(K_MAJOR, smem + P_AT + buffer), do_columns)
                     wgmma_commit_group()
-                issue_dq(smem, n, consumer, dq)
+                if computes_dq(consumer, n):
+                    issue_dq(smem, n, consumer, dq)
                 wgmma_commit_group()
                 if SHARED:
                     ds_tile = descriptor(K_MAJOR, smem + DS_AT + buffer)
@@ -487,16 +515,17 @@ def make_backward(config):
                     gemm_dkv(dk_acc, ds, q_columns)
                 wgmma_commit_group()
                 wait_dq(dq)
-                add(smem, n, dq, dq_parts[b, head, m_block])
+                if computes_dq(consumer, n):
+                    add(smem, n, dq, dq_parts[b, head, m_block])
                 wait_acc(dk_acc)
                 give_tiles_back(smem, n)
             n = u32(n + ONE)
             head, m_block = step(head, m_block, begin, end)
-        if DEFERRED and n > u32(0):
+        if DEFERRED and n > u32(0) and computes_dq(consumer, u32(n - ONE)):
             issue_dq(smem, u32(n - ONE), consumer, dq)
             wgmma_commit_group()
             wait_dq_alone(dq)
-            add(smem, u32(n - ONE), dq, None)
+            add(smem, u32(n - ONE), dq, dq_before)
         wait_acc(dk_acc)
         wait_acc(dv_acc)
         for i in range(ACC_SIZE):
@@ -533,7 +562,7 @@ def make_backward(config):
         if thread == 0:
             for i in range(2):
                 mbarrier_init(two_events(smem, DS_FULL, u32(i)), u32(4 * CONSUMERS))
-                mbarrier_init(two_events(smem, DQ_FULL, u32(i)), u32(4 * CONSUMERS))
+                mbarrier_init(two_events(smem, DQ_FULL, u32(i)), u32(4 * DQ_CONSUMERS))
                 mbarrier_init(two_events(smem, DQ_EMPTY, u32(i)), ONE)
             mbarrier_init(one_event(smem, KV_FULL, u32(0)), u32(2))
             mbarrier_init(one_event(smem, KV_READY, u32(0)), TWO)
