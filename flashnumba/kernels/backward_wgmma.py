@@ -283,31 +283,33 @@ def make_backward(config):
         return u32(consumer_of(warp) * u32(QUERIES)) if SHARED else u32(0)
 
     @inlined
-    def probabilities(smem, n, query0, s, scale_log2):
-        """s becomes p = e^(s - lse)."""
-        x = cuda.local.array(2, np.float32)
+    def load_stats(smem, n, query0, offset, x):
+        """Of this thread's queries: lse, or delta where `offset` is STATS."""
+        pair = cuda.local.array(2, np.float32)
         lane = u32(lane_index()) & u32(3)
-        at = u32(smem + STATS_AT + n % SLOTS * STATS_BYTES + query0 * u32(4) + lane * u32(8))
-        for j in range(QUERIES // 8):
-            ld_shared_v2_f32(x, u32(at + u32(32 * j)))
-            for r in range(2):
-                for c in range(2):
-                    i = 4 * j + 2 * r + c
-                    s[i] = ex2(s[i] * scale_log2 - x[c])
-
-    @inlined
-    def score_gradients(smem, n, query0, s, dp):
-        """dp becomes ds = p (dp - delta)."""
-        x = cuda.local.array(2, np.float32)
-        lane = u32(lane_index()) & u32(3)
-        at = u32(smem + STATS_AT + STATS + n % SLOTS * STATS_BYTES)
+        at = u32(smem + STATS_AT + offset + n % SLOTS * STATS_BYTES)
         at = u32(at + query0 * u32(4) + lane * u32(8))
         for j in range(QUERIES // 8):
-            ld_shared_v2_f32(x, u32(at + u32(32 * j)))
+            ld_shared_v2_f32(pair, u32(at + u32(32 * j)))
+            x[2 * j], x[2 * j + 1] = pair[0], pair[1]
+
+    @inlined
+    def probabilities(s, lse, scale_log2):
+        """s becomes p = e^(s - lse)."""
+        for j in range(QUERIES // 8):
             for r in range(2):
                 for c in range(2):
                     i = 4 * j + 2 * r + c
-                    dp[i] = s[i] * (dp[i] - x[c])
+                    s[i] = ex2(s[i] * scale_log2 - lse[2 * j + c])
+
+    @inlined
+    def score_gradients(s, dp, delta):
+        """dp becomes ds = p (dp - delta)."""
+        for j in range(QUERIES // 8):
+            for r in range(2):
+                for c in range(2):
+                    i = 4 * j + 2 * r + c
+                    dp[i] = s[i] * (dp[i] - delta[2 * j + c])
 
     @inlined
     def place_of(warp):
@@ -426,6 +428,7 @@ def make_backward(config):
         p = cuda.local.array(P_SIZE, np.uint32)
         ds = cuda.local.array(P_SIZE, np.uint32)
         dq = cuda.local.array(DQ_SIZE, np.float32)
+        x = cuda.local.array(P_SIZE, np.float32)
         k_frag = cuda.local.array(KV_SIZE, np.uint32)
         v_frag = cuda.local.array(KV_SIZE, np.uint32)
         dk_acc = cuda.local.array(ACC_SIZE, np.float32)
@@ -464,13 +467,14 @@ def make_backward(config):
             issue_scores(dp, V_HELD, v_frag, k_rows + V_AT, do_tile + rows)
             wgmma_commit_group()
 
+            load_stats(smem, n, query0, u32(0), x)
             wait_s(s)
             if DEFERRED and n > u32(0):
                 give_tiles_back(smem, before)
             masked = not full_begin <= m_block < full_end
             if poisoned:
                 add_poison(smem, warp, s)
-            probabilities(smem, n, query0, s, scale_log2)
+            probabilities(s, x, scale_log2)
             if masked:
                 hide(s, warp, n_block, m_block, q_length, kv_length, offset, left, right)
             to_halves(p, s)
@@ -478,13 +482,15 @@ def make_backward(config):
             own = buffer + u32(row0_of(warp)) * u32(128)
             if SHARED:
                 halves_to_shared(p, smem + P_AT + own, query0)
+                load_stats(smem, n, query0, STATS, x)
                 wait_last_s(dp)
             else:
                 fence_acc(dv_acc, p)
                 gemm_dkv(dv_acc, p, do_columns)
                 wgmma_commit_group()
+                load_stats(smem, n, query0, STATS, x)
                 wait_s(dp)
-            score_gradients(smem, n, query0, s, dp)
+            score_gradients(s, dp, x)
             if masked:
                 hide(dp, warp, n_block, m_block, q_length, kv_length, offset, left, right)
             to_halves(ds, dp)
