@@ -184,6 +184,7 @@ class BackwardConfig:
     deferred: bool = False  # dQ of a tile is computed beside the scores of the next
     in_registers: str = ""  # "k", "v" or "kv": as left factors of S and dP
     alternate: bool = False  # consumers compute dQ of a tile in turn, else half of the columns each
+    early_dk: bool = False
     deterministic: bool = False  # blocks add to dQ in the order of their keys
 
     @property
@@ -240,7 +241,7 @@ def choose_wgmma_backward(dtype, head_dim, deterministic=False):
     width = next(size for size in (64, 128, 256) if head_dim <= size)
     if width == 64:
         return BackwardConfig(
-            dtype, width, stages=3, deferred=True, in_registers="k", deterministic=deterministic
+            dtype, width, stages=3, deferred=True, alternate=True, deterministic=deterministic
         )
     return BackwardConfig(dtype, width, staged=width < 256, deterministic=deterministic)
 

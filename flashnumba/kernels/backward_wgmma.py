@@ -83,6 +83,7 @@ def make_backward(config):
     CONSUMERS, STAGES = config.consumers, config.stages
     SHARED, STAGED, DEFERRED = config.shared_keys, config.staged, config.deferred
     DETERMINISTIC, ALTERNATE = config.deterministic, config.alternate
+    EARLY_DK = config.early_dk
     K_HELD, V_HELD = (x in config.in_registers for x in "kv")
     QUERIES = BLOCK_M // CONSUMERS if SHARED else BLOCK_M  # of s and dp, of one consumer
     COLUMNS = i32(D // CONSUMERS if SHARED else D)  # of dk and dv
