@@ -143,13 +143,19 @@ def attention_backward(do, q, k, v, o, lse, *, dlse=None, deterministic=False, *
     Source: Dao et al., FlashAttention (2022), algorithm 4; Dao, FlashAttention-2 (2023).
     """
     options.pop("return_lse", None)
+    given = do, q, k, v, o, lse, dlse
+    key, plan = plans.find_backward(given, deterministic, options)
+    if plan is not None:
+        return plan(*given)
     problem = prepare(q, k, v, deterministic=deterministic, **options)
     do, o = (problem.to_rows(n, x) for n, x in (("do", do), ("o", o)))
     lse = problem.to_lse("lse", lse)
     dlse = None if dlse is None else problem.to_lse("dlse", dlse)
     with _resources(problem):
         here = _resident(problem)
-        grads = _backward(here, *(here.place(x) for x in (do, o, lse, dlse)))
+        do, o, lse, dlse = (here.place(x) for x in (do, o, lse, dlse))
+        grads = _backward(here, do, o, lse, dlse)
+        plans.keep_backward(key, here, (do, here.q, here.k, here.v, o, lse, dlse), grads)
         return tuple(problem.from_rows(x) for x in grads)
 
 

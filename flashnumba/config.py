@@ -181,10 +181,7 @@ class BackwardConfig:
     block_m: int = 64
     stages: int = 2  # tiles of Q, and as many of dO, in shared memory
     staged: bool = True  # dQ is added from shared memory, by TMA; else from registers
-    deferred: bool = False  # dQ of a tile is computed beside the scores of the next
-    in_registers: str = ""  # "k", "v" or "kv": as left factors of S and dP
-    alternate: bool = False  # consumers compute dQ of a tile in turn, else half of the columns each
-    early_dk: bool = False
+    deferred: bool = False  # dQ beside the scores of the next tile, by the consumers in turn
     deterministic: bool = False  # blocks add to dQ in the order of their keys
 
     @property
@@ -223,7 +220,7 @@ class BackwardConfig:
     @property
     def dq_columns(self):
         """Columns of a tile of dq that a consumer computes."""
-        return self.head_dim if self.alternate else self.head_dim // self.consumers
+        return self.head_dim if self.deferred else self.head_dim // self.consumers
 
     @property
     def shared_bytes(self):
@@ -237,13 +234,18 @@ class BackwardConfig:
 
 
 def choose_wgmma_backward(dtype, head_dim, deterministic=False):
-    """The tile configuration of the Hopper backward for one problem."""
+    """The tile configuration of the Hopper backward for one problem.
+
+    Shared memory is what limits it: a product of 64 x 64 reads both factors from there at the rate
+    at which it computes. H200, float16, T 4096, TFLOP/s of this kernel, full / causal. At 64, with
+    half of dQ's columns by each consumer 432 / 398, in turn 476 / 430. At 128, dQ by way of shared
+    memory 569 / 551, from registers 582 / 570; in turn with others it is faster by the former.
+    """
     width = next(size for size in (64, 128, 256) if head_dim <= size)
     if width == 64:
-        return BackwardConfig(
-            dtype, width, stages=3, deferred=True, alternate=True, deterministic=deterministic
-        )
-    return BackwardConfig(dtype, width, staged=width < 256, deterministic=deterministic)
+        return BackwardConfig(dtype, width, stages=3, deferred=True, deterministic=deterministic)
+    staged = width == 128 and deterministic
+    return BackwardConfig(dtype, width, staged=staged, deterministic=deterministic)
 
 
 def choose_wgmma(dtype, head_dim, tma, negative=False):

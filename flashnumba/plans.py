@@ -1,4 +1,4 @@
-"""The same call of `attention` again: what was decided about it the first time, by its form.
+"""The same call again, of attention or its gradients: what was decided the first time, by its form.
 
 A plan is found by all that decides about a call but the addresses of its arrays, so the second call
 of a form checks nothing, allocates the results and launches.
@@ -9,7 +9,8 @@ import threading
 from dataclasses import replace
 
 from flashnumba import runtime
-from flashnumba.launches import forward_call, kernel_of
+from flashnumba.launches import backward_calls, forward_call, kernel_of
+from flashnumba.tensormap import addressable
 
 MAX_PLANS = 1024
 DROPOUT = 11  # its place among the options
@@ -59,6 +60,82 @@ class Plan:
         return (o, lse) if return_lse else o
 
 
+class BackwardPlan:
+    """Gradients on a GPU that were computed before, without the addresses of the arrays."""
+
+    def __init__(self, p, given, grads):
+        given = [None if x is None else x.view() for x in given]  # all different, even of one
+        do, q, k, v, o, lse, dlse = given
+        p = replace(p, q=q, k=k, v=v)
+        calls = backward_calls(p, do, o, lse, dlse, *grads)
+        known = [x for x in (*given, *grads) if x is not None]
+        mine, scratch = set(map(id, known)), {}
+        for x in (x for _, _, args in calls for x in args if isinstance(x, p.xp.ndarray)):
+            if id(x) not in mine:
+                scratch[id(x)] = x
+        known += scratch.values()
+        self.launches = [
+            runtime.bind(kernel_of(p, name), blocks, args, known) for name, blocks, args in calls
+        ]
+        self.grads = [(p.user_shape(x.shape), x.dtype) for x in (q, k, v)]
+        self.scratch_bytes = [x.nbytes for x in scratch.values()]
+        self.empty, self.alloc = p.xp.ndarray, p.xp.cuda.alloc
+        self.out_of_memory = p.xp.cuda.memory.OutOfMemoryError
+        self.current_device = p.xp.cuda.runtime.getDevice
+
+    def __call__(self, *given):
+        """(dq, dk, dv) in the caller's form."""
+        if self.current_device() != self.launches[0].device:
+            with given[0].device:
+                return self(*given)
+        try:
+            grads = tuple(self.empty(*form) for form in self.grads)
+            scratch = [self.alloc(size) for size in self.scratch_bytes]
+        except self.out_of_memory as error:
+            raise memory_error(error, *given) from error
+        addresses = [x.data.ptr for x in given] + [x.data.ptr for x in grads]
+        addresses += [x.ptr for x in scratch]
+        for launch in self.launches:
+            launch(*addresses)
+        return grads
+
+
+def find_backward(given, deterministic, options):
+    """`find` for the gradients; `given` is do, q, k, v, o, lse, dlse."""
+    cupy = sys.modules.get("cupy")
+    kind = getattr(cupy, "ndarray", None)
+    if cupy is None or not all(type(x) is kind for x in given[:6]):
+        return None, None
+    if given[6] is not None and type(given[6]) is not kind:
+        return None, None
+    present = [x for x in given if x is not None]
+    try:
+        types = [
+            (type(x), tuple(map(type, x)) if type(x) is tuple else ()) for x in options.values()
+        ]
+        key = (
+            "backward", len(present),
+            *[(x.shape, x.strides, x.dtype, x.data.device_id) for x in present],
+            *[x.data.ptr % 16 for x in present],
+            deterministic, type(deterministic), *options, *options.values(), *types,
+        )  # fmt: skip
+        return key, _plans.get(key)
+    except TypeError:
+        return None, None
+
+
+def keep_backward(key, p, given, grads):
+    """Make a plan, where nothing is copied for TMA's sake."""
+    arrays = [x for x in (*given[:5], *grads)]
+    if key is None or any(x.size == 0 for x in arrays) or not p.on_gpu:
+        return
+    if p.q_lengths is not None or p.kv_lengths is not None:
+        return
+    if p.wgmma and not all(addressable(x, x.data.ptr) for x in arrays):
+        return
+    _keep(key, BackwardPlan(p, given, grads))
+
+
 def find(q, k, v, options):
     """(key, plan or None) of a call; no key for what is not in CuPy arrays or not known by value.
 
@@ -87,7 +164,10 @@ def keep(key, p, o, lse):
     """Make a plan for calls like `p`, unless it has arrays of lengths or nothing to compute."""
     if key is None or o.size == 0 or p.q_lengths is not None or p.kv_lengths is not None:
         return
-    plan = Plan(p, o, lse)
+    _keep(key, Plan(p, o, lse))
+
+
+def _keep(key, plan):
     with _plans_change:
         while len(_plans) >= MAX_PLANS:
             del _plans[next(iter(_plans))]  # the oldest

@@ -43,7 +43,7 @@ from flashnumba.ptx.barrier import (
     setmaxnreg_dec,
     setmaxnreg_inc,
 )
-from flashnumba.ptx.layout import descriptor_constant, k_major, mn_major, swizzle128
+from flashnumba.ptx.layout import descriptor_constant, k_major, mn_major
 from flashnumba.ptx.memory import red_global_add_v4_f32, st_release_u32, wait_acquire_u32
 from flashnumba.ptx.shared import (
     cvta_to_shared,
@@ -82,18 +82,15 @@ def make_backward(config):
     D, BLOCK_M, BLOCK_N = config.head_dim, config.block_m, config.block_n
     CONSUMERS, STAGES = config.consumers, config.stages
     SHARED, STAGED, DEFERRED = config.shared_keys, config.staged, config.deferred
-    DETERMINISTIC, ALTERNATE = config.deterministic, config.alternate
-    EARLY_DK = config.early_dk
-    K_HELD, V_HELD = (x in config.in_registers for x in "kv")
+    DETERMINISTIC = config.deterministic
     QUERIES = BLOCK_M // CONSUMERS if SHARED else BLOCK_M  # of s and dp, of one consumer
     COLUMNS = i32(D // CONSUMERS if SHARED else D)  # of dk and dv
     S_SIZE, P_SIZE = QUERIES // 2, QUERIES // 4
     COLUMNS_DQ = config.dq_columns
     ACC_SIZE, DQ_SIZE = int(COLUMNS) // 2, COLUMNS_DQ // 2
-    KV_SIZE = D // 4 if config.in_registers else 1
     ONE, TWO, ZERO = u32(1), u32(2), f32(0)
     M_ROWS, N_ROWS = i32(BLOCK_M), i32(BLOCK_N)
-    DQ_CONSUMERS = 1 if ALTERNATE else CONSUMERS  # that compute a tile of dq
+    DQ_CONSUMERS = 1 if DEFERRED else CONSUMERS  # that compute a tile of dq
     DQ_THREADS = u32(128 * DQ_CONSUMERS)
     Q_SUBTILE, KV_SUBTILE = 128 * BLOCK_M, 128 * BLOCK_N
 
@@ -127,7 +124,6 @@ def make_backward(config):
     )
     keys, queries = (tuple(mn_major(k) for k in range(n // 16)) for n in (BLOCK_N, BLOCK_M))
     gemm_s = wgmma_ss(QUERIES, config.dtype, kv_steps, q_steps)
-    gemm_s_rs = wgmma_rs(QUERIES, config.dtype, q_steps, b_mn_major=False, add=False)
     gemm_dkv = wgmma_rs(int(COLUMNS), config.dtype, queries)
     p_steps = tuple(k_major(BLOCK_N, k) for k in range(BLOCK_M // 16))
     gemm_dkv_shared = wgmma_ss(
@@ -295,24 +291,6 @@ def make_backward(config):
             x[2 * j], x[2 * j + 1] = pair[0], pair[1]
 
     @inlined
-    def probabilities(s, lse, scale_log2):
-        """s becomes p = e^(s - lse)."""
-        for j in range(QUERIES // 8):
-            for r in range(2):
-                for c in range(2):
-                    i = 4 * j + 2 * r + c
-                    s[i] = ex2(s[i] * scale_log2 - lse[2 * j + c])
-
-    @inlined
-    def score_gradients(s, dp, delta):
-        """dp becomes ds = p (dp - delta)."""
-        for j in range(QUERIES // 8):
-            for r in range(2):
-                for c in range(2):
-                    i = 4 * j + 2 * r + c
-                    dp[i] = s[i] * (dp[i] - delta[2 * j + c])
-
-    @inlined
     def place_of(warp):
         """Of a thread: its key in the tile (and key + 8), its first query (and the next)."""
         lane = opaque(u32(lane_index()))  # or it is kept in registers all along
@@ -330,8 +308,9 @@ def make_backward(config):
                     s[4 * j + 2 * r + x] += bad
 
     @inlined
-    def hide(x, warp, n_block, m_block, q_length, kv_length, offset, left, right):
+    def hide(x, warp, n_block, m_block, seen):
         """0 where a query does not see a key."""
+        q_length, kv_length, offset, left, right = seen
         row, column = place_of(warp)
         key, first = i32(n_block * BLOCK_N + row), i32(m_block * BLOCK_M + column)
         for r in range(2):
@@ -359,33 +338,27 @@ def make_backward(config):
         )  # fmt: skip
 
     @inlined
-    def take(frag, tile, warp):
-        """This warp's 16 keys as the left factor of a product (device/fragment.py)."""
-        lane, row0 = u32(lane_index()), u32(row0_of(warp))
-        for i in range(KV_SIZE):
-            row = u32(row0 + (lane >> u32(2)) + u32(i % 2 * 8))
-            at = u32(
-                row * u32(128) + (lane & u32(3)) * u32(4) + u32(i // 4 % 4 * 32 + i // 2 % 2 * 16)
-            )
-            frag[i] = ld_shared_u32(tile + u32(i // 16 * KV_SUBTILE) + u32(swizzle128(at)))
-
-    @inlined
-    def issue_scores(s, in_registers, keys, k_rows, q_rows):
+    def issue_scores(tile, warp, q_tile, s):
         """s = k q^T, or dp = v do^T."""
+        rows, k_rows = query0_of(warp) * u32(128), tile
+        if not SHARED:
+            k_rows = tile + u32(64 * 128) * consumer_of(warp)
         wgmma_fence()
-        if in_registers:
-            gemm_s_rs(s, keys, descriptor(K_MAJOR, q_rows))
-        else:
-            gemm_s(s, descriptor(K_MAJOR, k_rows), descriptor(K_MAJOR, q_rows))
+        gemm_s(s, descriptor(K_MAJOR, k_rows), descriptor(K_MAJOR, q_tile + rows))
 
     @inlined
-    def computes_dq(consumer, n):
-        return not ALTERNATE or n & ONE == consumer
+    def own_rows(warp, n):
+        """A warp's keys in a tile of P or dS."""
+        return n % TWO * DS_BYTES + u32(row0_of(warp)) * u32(128)
 
     @inlined
-    def issue_dq(smem, n, consumer, dq):
-        """Both consumers' ds has to be there."""
-        column0 = u32(0) if ALTERNATE else consumer * u32(COLUMNS_DQ)
+    def computes_dq(warp, n):
+        return not DEFERRED or n & ONE == consumer_of(warp)
+
+    @inlined
+    def issue_dq(smem, warp, n, dq):
+        """dq = ds^T k, when both consumers' ds is there."""
+        column0 = u32(0) if DEFERRED else consumer_of(warp) * u32(COLUMNS_DQ)
         k_columns = smem + (column0 >> u32(6)) * u32(KV_SUBTILE) + (column0 & u32(63)) * u32(2)
         wait_two(smem, DS_FULL, n)
         wgmma_fence()
@@ -401,7 +374,7 @@ def make_backward(config):
     def add(smem, n, dq, dq_tile):
         """dq to shared memory for warp 1 to add it, or to global memory at once."""
         part = u32(u32(cuda.threadIdx.x) - u32(128))
-        if ALTERNATE:
+        if DEFERRED:
             part = part & u32(127)
         if STAGED:
             wait_two_before(smem, DQ_EMPTY, n)
@@ -420,116 +393,120 @@ def make_backward(config):
             warp_arrives(smem, DQ_FULL, n)
 
     @inlined
+    def probabilities_of(smem, warp, n, place, m_block, mask_of, poisoned, s, p, scale_log2):
+        """s, when it has arrived, becomes p = e^(s - lse)."""
+        lse = cuda.local.array(P_SIZE, np.float32)
+        full_begin, full_end, seen = mask_of
+        load_stats(smem, n, query0_of(warp), u32(0), lse)
+        wait_s(s)
+        if poisoned:
+            add_poison(smem, warp, s)
+        for j in range(QUERIES // 8):
+            for r in range(2):
+                for x in range(2):
+                    i = 4 * j + 2 * r + x
+                    s[i] = ex2(s[i] * scale_log2 - lse[2 * j + x])
+        if not full_begin <= m_block < full_end:
+            hide(s, warp, place[0], m_block, seen)
+        to_halves(p, s)
+
+    @inlined
+    def score_gradients_of(smem, warp, n, place, m_block, mask_of, s, dp, ds):
+        """ds = p (dp - delta), when dp has arrived; to shared memory, too."""
+        delta = cuda.local.array(P_SIZE, np.float32)
+        full_begin, full_end, seen = mask_of
+        load_stats(smem, n, query0_of(warp), STATS, delta)
+        if SHARED:
+            wait_last_s(dp)
+        else:
+            wait_s(dp)
+        for j in range(QUERIES // 8):
+            for r in range(2):
+                for x in range(2):
+                    i = 4 * j + 2 * r + x
+                    dp[i] = s[i] * (dp[i] - delta[2 * j + x])
+        if not full_begin <= m_block < full_end:
+            hide(dp, warp, place[0], m_block, seen)
+        to_halves(ds, dp)
+        halves_to_shared(ds, smem + DS_AT + own_rows(warp, n), query0_of(warp))
+        fence_proxy_async()
+        warp_arrives(smem, DS_FULL, n)
+
+    @inlined
     def consume(
-        smem, warp, place, dq_parts, dk_map, dv_map, begin, full_begin, full_end, end, count, head,
-        q_length, kv_length, kv_row_end, offset, left, right, scale, scale_log2,
+        smem, warp, place, dq_parts, dk_map, dv_map, begin, mask_of, end, count, head,
+        kv_row_end, scale, scale_log2,
     ):  # fmt: skip
         s = cuda.local.array(S_SIZE, np.float32)
         dp = cuda.local.array(S_SIZE, np.float32)
         p = cuda.local.array(P_SIZE, np.uint32)
         ds = cuda.local.array(P_SIZE, np.uint32)
         dq = cuda.local.array(DQ_SIZE, np.float32)
-        x = cuda.local.array(P_SIZE, np.float32)
-        k_frag = cuda.local.array(KV_SIZE, np.uint32)
-        v_frag = cuda.local.array(KV_SIZE, np.uint32)
         dk_acc = cuda.local.array(ACC_SIZE, np.float32)
         dv_acc = cuda.local.array(ACC_SIZE, np.float32)
         see_map(dk_map)
         see_map(dv_map)
-        n_block, kv_h, b = place
-        consumer, query0 = consumer_of(warp), query0_of(warp)
-        rows, k_rows = query0 * u32(128), smem if SHARED else smem + u32(64 * 128) * consumer
-        acc_columns = u32(0)  # of dk and dv, in Q and dO
-        if SHARED:
-            acc_columns = (consumer * u32(COLUMNS) >> u32(6)) * u32(Q_SUBTILE)
         zero_acc(dk_acc)
         zero_acc(dv_acc)
+        columns = u32(0)  # of dk and dv, in Q and dO
+        if SHARED:
+            columns = (consumer_of(warp) * u32(COLUMNS) >> u32(6)) * u32(Q_SUBTILE)
         wait_one(smem, KV_READY, u32(0))
-        if K_HELD:
-            take(k_frag, smem, warp)
-        if V_HELD:
-            take(v_frag, smem + V_AT, warp)
         poisoned = False
-        if begin < full_begin or full_end < end:
+        if begin < mask_of[0] or mask_of[1] < end:
             flags = u32(smem + FLAGS_AT + u32(4 * BLOCK_N))
             found = ld_shared_u32(flags) | ld_shared_u32(u32(flags + u32(4)))
             poisoned = i32(cuda.shfl_sync(ALL_LANES, i32(found), 0)) != 0
-        n, m_block, dq_before = u32(0), i32(end - 1), dq_parts[b, head, 0]
+        n, m_block, dq_before = u32(0), i32(end - 1), dq_parts[place[2], head, 0]
         while n < count:
             q_tile, do_tile, before = slot(smem + Q_AT, n), slot(smem + DO_AT, n), u32(n - ONE)
-            q_columns = descriptor(Q_MN, q_tile + acc_columns)
-            do_columns = descriptor(Q_MN, do_tile + acc_columns)
             wait_q(smem, Q_READY, n)
-            issue_scores(s, K_HELD, k_frag, k_rows, q_tile + rows)
+            issue_scores(smem, warp, q_tile, s)
             wgmma_commit_group()
-            if DEFERRED and n > u32(0) and computes_dq(consumer, before):
-                issue_dq(smem, before, consumer, dq)
+            if DEFERRED and n > u32(0) and computes_dq(warp, before):
+                issue_dq(smem, warp, before, dq)
             wait_q(smem, DO_READY, n)
-            issue_scores(dp, V_HELD, v_frag, k_rows + V_AT, do_tile + rows)
+            issue_scores(smem + V_AT, warp, do_tile, dp)
             wgmma_commit_group()
-
-            load_stats(smem, n, query0, u32(0), x)
-            wait_s(s)
-            if DEFERRED and n > u32(0):
-                give_tiles_back(smem, before)
-            masked = not full_begin <= m_block < full_end
-            if poisoned:
-                add_poison(smem, warp, s)
-            probabilities(s, x, scale_log2)
-            if masked:
-                hide(s, warp, n_block, m_block, q_length, kv_length, offset, left, right)
-            to_halves(p, s)
-            buffer = n % TWO * DS_BYTES
-            own = buffer + u32(row0_of(warp)) * u32(128)
+            probabilities_of(smem, warp, n, place, m_block, mask_of, poisoned, s, p, scale_log2)
             if SHARED:
-                halves_to_shared(p, smem + P_AT + own, query0)
-                load_stats(smem, n, query0, STATS, x)
-                wait_last_s(dp)
+                halves_to_shared(p, smem + P_AT + own_rows(warp, n), query0_of(warp))
             else:
                 fence_acc(dv_acc, p)
-                gemm_dkv(dv_acc, p, do_columns)
+                gemm_dkv(dv_acc, p, descriptor(Q_MN, do_tile))
                 wgmma_commit_group()
-                load_stats(smem, n, query0, STATS, x)
-                wait_s(dp)
-            score_gradients(s, dp, x)
-            if masked:
-                hide(dp, warp, n_block, m_block, q_length, kv_length, offset, left, right)
-            to_halves(ds, dp)
-            halves_to_shared(ds, smem + DS_AT + own, query0)
-            fence_proxy_async()
-            warp_arrives(smem, DS_FULL, n)
+            if DEFERRED and n > u32(0):
+                give_tiles_back(smem, before)
+            score_gradients_of(smem, warp, n, place, m_block, mask_of, s, dp, ds)
+            dq_tile = dq_parts[place[2], head, m_block]
             if DEFERRED:
-                if n > u32(0) and computes_dq(consumer, before):
+                if n > u32(0) and computes_dq(warp, before):
                     add(smem, before, dq, dq_before)
-                dq_before = dq_parts[b, head, m_block]
-                fence_acc(dk_acc, ds)
-                gemm_dkv(dk_acc, ds, q_columns)
-                wgmma_commit_group()
             else:
                 if SHARED:
                     wait_two(smem, DS_FULL, n)
                     wgmma_fence()
-                    gemm_dkv_shared(dv_acc, descriptor(K_MAJOR, smem + P_AT + buffer), do_columns)
+                    p_tile = descriptor(K_MAJOR, smem + P_AT + n % TWO * DS_BYTES)
+                    gemm_dkv_shared(dv_acc, p_tile, descriptor(Q_MN, do_tile + columns))
                     wgmma_commit_group()
-                if computes_dq(consumer, n):
-                    issue_dq(smem, n, consumer, dq)
+                issue_dq(smem, warp, n, dq)
                 wgmma_commit_group()
-                if SHARED:
-                    ds_tile = descriptor(K_MAJOR, smem + DS_AT + buffer)
-                    gemm_dkv_shared(dk_acc, ds_tile, q_columns)
-                else:
-                    fence_acc(dk_acc, ds)
-                    gemm_dkv(dk_acc, ds, q_columns)
-                wgmma_commit_group()
+            if SHARED:
+                ds_tile = descriptor(K_MAJOR, smem + DS_AT + n % TWO * DS_BYTES)
+                gemm_dkv_shared(dk_acc, ds_tile, descriptor(Q_MN, q_tile + columns))
+            else:
+                fence_acc(dk_acc, ds)
+                gemm_dkv(dk_acc, ds, descriptor(Q_MN, q_tile))
+            wgmma_commit_group()
+            if not DEFERRED:
                 wait_dq(dq)
-                if computes_dq(consumer, n):
-                    add(smem, n, dq, dq_parts[b, head, m_block])
+                add(smem, n, dq, dq_tile)
                 wait_acc(dk_acc)
                 give_tiles_back(smem, n)
-            n = u32(n + ONE)
+            dq_before, n = dq_tile, u32(n + ONE)
             head, m_block = step(head, m_block, begin, end)
-        if DEFERRED and n > u32(0) and computes_dq(consumer, u32(n - ONE)):
-            issue_dq(smem, u32(n - ONE), consumer, dq)
+        if DEFERRED and n > u32(0) and computes_dq(warp, u32(n - ONE)):
+            issue_dq(smem, warp, u32(n - ONE), dq)
             wgmma_commit_group()
             wait_dq_alone(dq)
             add(smem, u32(n - ONE), dq, dq_before)
@@ -593,9 +570,10 @@ def make_backward(config):
                 guard_tiles(smem, warp, masked, count)
         else:
             take_registers()
+            mask_of = full_begin, full_end, (q_length, kv_length, offset, left, right)
             consume(
-                smem, warp, place, dq, dk_map, dv_map, begin, full_begin, full_end, end, count,
-                head, q_length, kv_length, seqlen_kv, offset, left, right, scale, scale_log2,
+                smem, warp, place, dq, dk_map, dv_map, begin, mask_of, end, count, head,
+                seqlen_kv, scale, scale_log2,
             )  # fmt: skip
 
     n, rows = types.Array(types.int64, 1, "A"), types.Array(types.float32, 4, "C")

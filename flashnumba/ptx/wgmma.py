@@ -125,27 +125,24 @@ def wgmma_ss(n, dtype, a_steps, b_steps, a_mn_major=False, b_mn_major=False, add
 
 
 @cache
-def wgmma_rs(n, dtype, b_steps, b_mn_major=True, add=True):
+def wgmma_rs(n, dtype, b_steps, b_mn_major=True):
     """D (64, n) += A (64, 16 steps) B (16 steps, n), A from registers, B from shared memory.
 
-    Without `add`, D = A B. Four registers of A a step, each two halves, in the order of an
-    accumulator: the fragment of scores, rounded and packed by pairs, is the fragment of A.
+    Four registers of A a step, each two halves, in the order of an accumulator: the fragment of
+    scores, rounded and packed by pairs, is the fragment of A.
     """
     kind = TYPES[dtype]
-    text = f"{{{{\n.reg .pred add;\n.reg .b64 bt;\nsetp.ne.b32 add, {int(add)}, 0;\n"
+    text = "{{\n.reg .b64 bt;\n"
     for step, b in enumerate(b_steps):
         text += (
             f"add.s64 bt, {{b}}, {b >> 4};\n"
             f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} "
-            f"{{d_frag}}, {{a_frag:{4 * step}:{4 * step + 4}}}, bt, {'add' if step == 0 else 1}, "
-            f"1, 1, {int(b_mn_major)};\n"
+            f"{{d_frag}}, {{a_frag:{4 * step}:{4 * step + 4}}}, bt, 1, 1, 1, {int(b_mn_major)};\n"
         )
 
     @warpgroup_instruction(text + "}}", asynchronous=reader)
     def wgmma_rs(
-        d_frag: updates(f32, n // 2) if add else writes(f32, n // 2),
-        a_frag: reads(u32, 4 * len(b_steps)),
-        b: uniform(u64),
+        d_frag: updates(f32, n // 2), a_frag: reads(u32, 4 * len(b_steps)), b: uniform(u64)
     ):
         rows, columns = accumulator(16)
         d = np.zeros((64, n), np.float32)
@@ -155,7 +152,7 @@ def wgmma_rs(n, dtype, b_steps, b_mn_major=True, add=True):
             a_tile[rows, columns] = widen(halves, dtype)
             d += a_tile @ operand(b + (b_step >> 4), n, b_mn_major, dtype).T
         rows, columns = accumulator(n)
-        d_frag[:] = d_frag + d[rows, columns] if add else d[rows, columns]
+        d_frag += d[rows, columns]
 
     return wgmma_rs
 
