@@ -12,15 +12,16 @@ from flashnumba.runtime import cached_cubin
 
 CONFIGS = list(
     dict.fromkeys(
-        choose_wgmma_backward(dtype, head_dim)
+        choose_wgmma_backward(dtype, head_dim, deterministic)
         for head_dim in range(1, 257)
         for dtype in ("bfloat16", "float16")
+        for deterministic in (False, True)
     )
 )
 
 
 def name_of(config):
-    return f"{config.dtype}-{config.head_dim}"
+    return f"{config.dtype}-{config.head_dim}{'-deterministic' * config.deterministic}"
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=name_of)
@@ -35,7 +36,7 @@ def test_a_block_fits_the_machine(config):
 @needs_compilers
 @pytest.mark.parametrize("config", CONFIGS, ids=name_of)
 def test_it_compiles_to_what_was_meant(config):
-    """No spills, no local memory, no float64; each of five products in one place, with its wait."""
+    """No spills, no local memory, no float64; five products, dq's twice if it is deferred."""
     from flashnumba.kernels.backward_wgmma import make_backward
 
     kernel = make_backward(config)
@@ -46,8 +47,9 @@ def test_it_compiles_to_what_was_meant(config):
     assert not float64_operations(cubin.code)
     found = operations(cubin.code)
     over_columns, over_queries, over_keys = config.head_dim, config.block_m, config.block_n
-    assert found["HGMMA"] == (2 * over_columns + 2 * over_queries + over_keys) // 16, found
-    assert found["WARPGROUP.DEPBAR"] == 5, found
+    of_dq = over_keys * (1 + config.deferred)
+    assert found["HGMMA"] == (2 * over_columns + 2 * over_queries + of_dq) // 16, found
+    assert found["WARPGROUP.DEPBAR"] == 6 - config.deferred, found
     assert (found["UBLKRED"] > 0) == config.staged == (found["RED"] == 0), found
 
 

@@ -28,7 +28,7 @@ from flashnumba.ptx.tma import cp_async_bulk_load
 
 ALL_LANES = 0xFFFFFFFF
 THREADS = 256
-f32, i32, u32 = np.float32, np.int32, np.uint32
+f32, i32, i64, u32 = np.float32, np.int32, np.int64, np.uint32
 LOG2_E = f32(np.log2(np.e))
 STORED = {"float16": types.float16, "bfloat16": types.uint16}
 
@@ -134,11 +134,11 @@ def make_convert(config):
         column, row0 = thread % u32(D), thread // u32(D)
         start = u32(smem + column % COLUMNS // u32(8) * QUARTERS + column // COLUMNS * u32(2048))
         start = u32(start + column % u32(8) // u32(2) * u32(16) + column % u32(2) * u32(4))
-        end = dq.shape[1] - m_block * BLOCK_M
-        if column < dq.shape[3]:
+        row_end = u32(dq.shape[1] - i64(m_block * BLOCK_M))
+        if column < u32(dq.shape[3]):
             for i in range(BLOCK_M // ROWS):
                 row = u32(row0 + u32(i * ROWS))
-                if row < end:
+                if row < row_end:
                     at = row // u32(64) * u32(2048) + row % u32(64) // u32(16) * u32(512)
                     at += row % u32(8) * u32(64) + row % u32(16) // u32(8) * u32(8)
                     value = ld_shared_f32(u32(start + at))
