@@ -85,6 +85,7 @@ class BackwardPlan:
 
     def __call__(self, *given):
         """(dq, dk, dv) in the caller's form."""
+        given = [x for x in given if x is not None]
         if self.current_device() != self.launches[0].device:
             with given[0].device:
                 return self(*given)
@@ -126,8 +127,8 @@ def find_backward(given, deterministic, options):
 
 def keep_backward(key, p, given, grads):
     """Make a plan, where nothing is copied for TMA's sake."""
-    arrays = [x for x in (*given[:5], *grads)]
-    if key is None or any(x.size == 0 for x in arrays) or not p.on_gpu:
+    arrays = *given[:5], *grads
+    if key is None or not p.on_gpu or any(x.size == 0 for x in arrays):
         return
     if p.q_lengths is not None or p.kv_lengths is not None:
         return
