@@ -6,7 +6,7 @@ from pathlib import Path
 
 from flashnumba import arrays, plans, runtime
 from flashnumba.launches import backward_calls, config_of, forward_call, kernel_of
-from flashnumba.problem import prepare
+from flashnumba.problem import check_deterministic, prepare
 
 
 def attention(
@@ -176,6 +176,16 @@ def attention_vjp(q, k, v, *, return_lse=False, deterministic=False, **options):
         ``pullback(do, dlse=None)`` returns ``(dq, dk, dv)``; it may be called many times. It keeps
         references to q, k, v and o: changing them in between changes the gradients.
     """
+    if plans.are_cupy(q, k, v):
+        check_deterministic(deterministic)
+        o, lse = attention(q, k, v, return_lse=True, **options)
+
+        def pullback(do, dlse=None):
+            given = do, q, k, v, o, lse
+            return attention_backward(*given, dlse=dlse, deterministic=deterministic, **options)
+
+        return (o, lse) if return_lse else o, pullback
+
     problem = prepare(q, k, v, deterministic=deterministic, **options)
     with _resources(problem):
         here = _resident(problem)

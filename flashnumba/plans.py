@@ -101,15 +101,17 @@ class BackwardPlan:
         return grads
 
 
+def are_cupy(*arrays):
+    """Whether all are CuPy arrays, no subclass."""
+    kind = getattr(sys.modules.get("cupy"), "ndarray", None)
+    return kind is not None and all(type(x) is kind for x in arrays)
+
+
 def find_backward(given, deterministic, options):
     """`find` for the gradients; `given` is do, q, k, v, o, lse, dlse."""
-    cupy = sys.modules.get("cupy")
-    kind = getattr(cupy, "ndarray", None)
-    if cupy is None or not all(type(x) is kind for x in given[:6]):
+    present = given if given[6] is not None else given[:6]
+    if not are_cupy(*present):
         return None, None
-    if given[6] is not None and type(given[6]) is not kind:
-        return None, None
-    present = [x for x in given if x is not None]
     try:
         types = [
             (type(x), tuple(map(type, x)) if type(x) is tuple else ()) for x in options.values()
@@ -143,8 +145,7 @@ def find(q, k, v, options):
     The key holds all that decides about a call but the addresses. True == 1 == 1.0 == 1 + 0j, of
     which not all are allowed: hence the types of those options that are numbers.
     """
-    cupy = sys.modules.get("cupy")
-    if cupy is None or not type(q) is type(k) is type(v) is getattr(cupy, "ndarray", None):
+    if not are_cupy(q, k, v):
         return None, None
     causal, window, scale = options[:3]
     try:

@@ -207,8 +207,7 @@ def prepare(
     _refuse(not_built)
     if not (isinstance(layout, str) and layout in LAYOUTS):
         raise ValueError(f"{layout=} must be one of {LAYOUTS}")
-    if not isinstance(deterministic, bool):
-        raise TypeError(f"deterministic must be a bool, not {type(deterministic).__name__}")
+    check_deterministic(deterministic)
     like = q
     q, k, v = (arrays.accept(n, x) for n, x in (("q", q), ("k", k), ("v", v)))
     arrays.importer(like)
@@ -234,6 +233,11 @@ def prepare(
         like=like,
         deterministic=deterministic,
     )
+
+
+def check_deterministic(deterministic):
+    if not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic must be a bool, not {type(deterministic).__name__}")
 
 
 def _refuse(options):
