@@ -2,6 +2,7 @@
 
     python scripts/bench.py                             # forward, bfloat16, D 64, 128 and 256
     python scripts/bench.py --only torch-cudnn fa3-jax  # and no other peer
+    python scripts/bench.py --pass backward training    # gradients alone, and with the forward
     python scripts/bench.py --pass forward backward --dtype float32 --mask causal
     python scripts/bench.py --seqlen 131072 --heads 1 --batch 1 --head-dim 64 --save
     python scripts/bench.py --host                      # host time and first-call time
@@ -14,9 +15,9 @@ its own. A product of two 8192 x 8192 matrices runs in the same rounds, as a cei
 
 `ratio` is flashnumba's speed over the best peer's. The error is |got - exact| / |exact| in the
 2-norm, against float64, of the first batch and head: of o forward, the largest of dq, dk and dv
-backward. Peak memory, of flashnumba, is what CuPy's pool had to get beyond the inputs, results
-included. A peer that fails is skipped and the reason is listed; flashnumba failing makes the exit
-status 1.
+else. `deterministic` is flashnumba's backward with sums in a fixed order; it is no peer. Peak
+memory, of flashnumba, is what CuPy's pool had to get beyond the inputs, results included. A peer
+that fails is skipped and the reason is listed; flashnumba failing makes the exit status 1.
 """
 
 import argparse
@@ -53,6 +54,20 @@ class Flashnumba(peers.Peer):
     def backward(self, do, q, k, v, causal):
         o, lse = fn.attention(q, k, v, causal=causal, return_lse=True)
         return lambda: fn.attention_backward(do, q, k, v, o, lse, causal=causal)
+
+    def training(self, do, q, k, v, causal):
+        return lambda: fn.attention_vjp(q, k, v, causal=causal)[1](do)
+
+
+class Deterministic(peers.Peer):
+    """Gradients whose sums are always taken in the same order."""
+
+    name, implementation, variant = "deterministic", OURS, "deterministic"
+
+    def backward(self, do, q, k, v, causal):
+        o, lse = fn.attention(q, k, v, causal=causal, return_lse=True)
+        options = {"causal": causal, "deterministic": True}
+        return lambda: fn.attention_backward(do, q, k, v, o, lse, **options)
 
 
 # --- one cell ----------------------------------------------------------------------------
@@ -152,12 +167,13 @@ class Contestant:
         self.times.append(timed(self.run, self.repeat))
 
     def row(self, cell, which, machine):
-        peak = self.peak if self.peer.name in (OURS, "cupy-dense") else None  # CuPy's pool
+        cupys = self.peer.implementation in (OURS, "cupy-dense")
+        peak = self.peak if cupys else None  # of CuPy's pool
         if self.peer.packages:
             machine = machine | {"versions": records.versions(*self.peer.packages)}
         return records.row(
             which, cell.dtype, cell.heads, cell.head_dim, cell.batch, cell.seqlen, cell.mask,
-            self.peer.name, statistics.median(self.times), self.error, peak, machine,
+            self.peer.implementation, statistics.median(self.times), self.error, peak, machine,
             variant=self.peer.variant, count=self.peer.count,
         )  # fmt: skip
 
@@ -210,9 +226,14 @@ def header(names):
     return f"{'pass':<10}{'cell':<28}{columns}{'ratio':>7}{'of matmul':>11}{'MiB':>8}"
 
 
+def name_of(row):
+    """The name of a row's column."""
+    return Deterministic.name if row["variant"] == Deterministic.variant else row["implementation"]
+
+
 def line(cell, which, names, rows):
     """A cell of the table: TFLOP/s and error of each implementation, ours against the others."""
-    found = {r["implementation"]: r for r in rows}
+    found = {name_of(r): r for r in rows}
     text = f"{which:<10}{str(cell):<28}"
     for name in names:
         r = found.get(name)
@@ -220,6 +241,7 @@ def line(cell, which, names, rows):
         if r is not None and r["error"]:
             entry += f" {float(r['error']):.1e}"
         text += f"{'FAILED' if r is None and name == OURS else entry:>{width(name)}}"
+    found.pop(Deterministic.name, None)
     ratio, share = records.ratio(found), records.of_ceiling(found)
     text += f"{'-' if ratio is None else f'{ratio:.3f}':>7}"
     text += f"{'-' if share is None else f'{share:.0%}':>11}"
@@ -239,6 +261,12 @@ def summary(rows):
                 f"{which}: {records.geometric_mean(ratios.values()):.3f} of the best peer, the "
                 f"geometric mean of {len(ratios)} cells; worst {ratios[worst]:.3f}, {name(worst)} "
                 f"against {records.best_peer(cells[worst])}"
+            )
+        costs = records.deterministic(r for r in rows if r["pass"] == which)
+        if costs:
+            yield (
+                f"{which}: deterministic at {records.geometric_mean(costs):.3f} of the default's "
+                f"speed, the geometric mean of {len(costs)} cells; worst {min(costs):.3f}"
             )
         shares = {c: records.of_ceiling(found) for c, found in cells.items()}
         shares = {c: x for c, x in shares.items() if x is not None}
@@ -267,8 +295,11 @@ def parse(argv):
         description=__doc__.splitlines()[0],
         epilog=f"Peers: {', '.join(peers.NAMES)}.",
     )
-    both = ["forward", "backward"]
-    parser.add_argument("--pass", dest="passes", nargs="+", choices=both, default=["forward"])
+    passes = ["forward", "backward", "training"]
+    parser.add_argument(
+        "--pass", dest="passes", nargs="+", choices=passes, default=["forward"],
+        help="training is the forward and then the gradients",
+    )  # fmt: skip
     dtypes = ["float16", "bfloat16", "float32", "float64"]
     parser.add_argument("--dtype", choices=dtypes, default="bfloat16")
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128, 256])
@@ -310,6 +341,8 @@ def main(argv=None):
     for name, problem in absent.items():
         print(f"without {name}: {problem}")
     chosen = [Flashnumba(), *chosen]
+    if "backward" in args.passes and args.dtype in peers.HALF:
+        chosen.insert(1, Deterministic())
     names = [peer.name for peer in chosen]
     print(f"{args.dtype}; TFLOP/s and error, medians of {args.rounds} rounds\n\n{header(names)}")
     work = [(cell, which) for cell in grid(args) for which in args.passes]
@@ -317,7 +350,8 @@ def main(argv=None):
     with tqdm(work, leave=False, disable=None) as bar:
         for cell, which in bar:
             show = bar.set_postfix_str
-            found, missing = compare(chosen, cell, which, args.rounds, machine, show)
+            here = [x for x in chosen if which == "backward" or x.name != Deterministic.name]
+            found, missing = compare(here, cell, which, args.rounds, machine, show)
             tqdm.write(line(cell, which, names, found))
             rows += found
             for key in missing.items():

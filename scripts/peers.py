@@ -51,6 +51,7 @@ class Peer:
     variant = ""
     dtypes = HALF
     count = None  # FLOPs of a call, when they are not attention's
+    implementation = property(lambda self: self.name)
     by_default = True
 
     def available(self):
@@ -107,6 +108,8 @@ class Matmul(Peer):
     def backward(self, do, q, k, v, causal):
         return self.forward(q, k, v, causal)
 
+    training = backward
+
     def convert(self, x):
         """PyTorch's cuBLAS call where there is PyTorch, else CuPy's."""
         return to_torch(x) if cannot_import("torch") is None else x
@@ -150,6 +153,15 @@ class Torch(Peer):
         inputs = [x.requires_grad_() for x in inputs]
         o = self.attention(causal)(*inputs)
         return lambda: torch.autograd.grad(o, inputs, do, retain_graph=True)
+
+    def training(self, do, q, k, v, causal):
+        """The forward and then the gradients."""
+        import torch
+
+        do, *inputs = self.tensors(do, q, k, v)
+        inputs = [x.requires_grad_() for x in inputs]
+        attention = self.attention(causal)
+        return lambda: torch.autograd.grad(attention(*inputs), inputs, do)
 
     def to_cupy(self, result):
         import cupy
@@ -260,7 +272,24 @@ class FlashAttention3(Jax):
         return self.jitted(self.attention(causal), q, k, v)
 
     def backward(self, do, q, k, v, causal):
-        """The gradients alone, of one forward that was run before.
+        """The gradients alone, of one forward that was run before."""
+        do, q, k, v = (to_jax(x) for x in (do, q, k, v))
+        return self.jitted(self.gradients(causal), do, q, k, v, *self.with_lse(causal)(q, k, v))
+
+    def training(self, do, q, k, v, causal):
+        """The forward and then the gradients."""
+        forward, gradients = self.with_lse(causal), self.gradients(causal)
+        step = lambda do, q, k, v: gradients(do, q, k, v, *forward(q, k, v))
+        return self.jitted(step, do, q, k, v)
+
+    def with_lse(self, causal):
+        from flash_attn3_jax.flash import _flash_mha_fwd
+
+        options = {"is_causal": causal, "window_size": (-1, -1)}
+        return lambda q, k, v: _flash_mha_fwd(q, k, v, softmax_scale=q.shape[3] ** -0.5, **options)
+
+    def gradients(self, causal):
+        """A function of do, q, k, v, o, lse.
 
         The wheel's own gradient allocates room for rows in multiples of 128, but its kernel uses
         tiles of 80 rows where it is not causal, and writes past the end. So it is called here with
@@ -268,30 +297,23 @@ class FlashAttention3(Jax):
         """
         import jax
         import jax.numpy as jnp
-        from flash_attn3_jax.flash import _flash_mha_fwd
 
-        do, q, k, v = (to_jax(x) for x in (do, q, k, v))
-        scale = q.shape[3] ** -0.5
-        o, lse = _flash_mha_fwd(
-            q, k, v, softmax_scale=scale, is_causal=causal, window_size=(-1, -1)
-        )
-        batch, seqlen_q, heads, _ = q.shape
-        rows = jax.ShapeDtypeStruct((batch, heads, -(-seqlen_q // 640) * 640), jnp.float32)
-        new = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
-        absent = [jnp.array([], jnp.int32)] * 4  # lengths of a ragged batch
-
-        def gradients(*given):
-            call = jax.ffi.ffi_call("flash_mha_bwd", [*new, rows, rows])
-            results = call(
-                *given, *absent, max_seqlen_q_val=seqlen_q, max_seqlen_q_has_value=True,
+        def gradients(do, q, k, v, o, lse):
+            batch, seqlen_q, heads, head_dim = q.shape
+            rows = jax.ShapeDtypeStruct((batch, heads, -(-seqlen_q // 640) * 640), jnp.float32)
+            new = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
+            absent = [jnp.array([], jnp.int32)] * 4  # lengths of a ragged batch
+            results = jax.ffi.ffi_call("flash_mha_bwd", [*new, rows, rows])(
+                do, q, k, v, o, lse, *absent,
+                max_seqlen_q_val=seqlen_q, max_seqlen_q_has_value=True,
                 max_seqlen_k_val=k.shape[1], max_seqlen_k_has_value=True,
-                softmax_scale_val=scale, softmax_scale_has_value=True,
+                softmax_scale_val=head_dim**-0.5, softmax_scale_has_value=True,
                 is_causal=causal, window_size_left=-1, window_size_right=-1, softcap=0.0,
                 deterministic=False, sm_margin=0,
             )  # fmt: skip
             return tuple(results[:3])
 
-        return self.jitted(gradients, do, q, k, v, o, lse)
+        return gradients
 
     def attention(self, causal):
         from flash_attn3_jax import flash_mha

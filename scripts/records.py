@@ -66,7 +66,7 @@ class Cell:
 
 def flops(which, batch, heads, seqlen, head_dim, mask):
     """Multiplications and additions: 2 products forward, 5 backward; half of them if causal."""
-    products = {"forward": 2, "backward": 5}[which]
+    products = {"forward": 2, "backward": 5, "training": 7}[which]
     pairs = batch * heads * seqlen**2 * (0.5 if mask == "causal" else 1)
     return products * 2 * pairs * head_dim
 
@@ -163,6 +163,14 @@ def ratio(found):
     return None if peer is None or OURS not in found else rate(found, OURS) / rate(found, peer)
 
 
+def deterministic(rows):
+    """Speed with deterministic sums over that without, of each cell that has both."""
+    speeds = {}
+    for r in (r for r in rows if r["implementation"] == OURS):
+        speeds.setdefault(tuple(str(r[name]) for name in CELL), {})[r["variant"]] = float(r["ms"])
+    return [x[""] / x["deterministic"] for x in speeds.values() if {"", "deterministic"} <= set(x)]
+
+
 def of_ceiling(found):
     """Our speed over the matmul's of the same rounds; None where one of them is missing."""
     return rate(found, OURS) / rate(found, CEILING) if {OURS, CEILING} <= set(found) else None
@@ -257,6 +265,7 @@ def plot(rows, path):
 
 def _panel(axis, rows):
     """One head dimension and mask: a group of bars for each length."""
+    rows = [r for r in rows if r["variant"] == "" or r["implementation"] == CEILING]
     lengths = list(dict.fromkeys(r["seqlen"] for r in rows))
     names = [n for n in dict.fromkeys(r["implementation"] for r in rows) if n != CEILING]
     width = 0.8 / max(1, len(names))

@@ -358,7 +358,14 @@ def test_backward_runs_beside_dense_attention(numpy_for_cupy, capsys):
     printed = capsys.readouterr().out
     assert "skipped: good in 4 of 8 cells: no backward here yet" in printed
     assert "without matmul: not asked for" in printed
-    assert printed.count("geometric mean of 4 cells") == 2
+    assert printed.count("geometric mean of 4 cells") == 3
+    assert "backward: deterministic at" in printed
+
+
+def test_a_training_step_is_a_pass_of_its_own(numpy_for_cupy, capsys):
+    assert bench.main([*SMALL, "--mask", "full", "--pass", "training", "--only"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("\ntraining  B") == 2 and "deterministic" not in printed
 
 
 def test_rounds_take_turns(numpy_for_cupy):
