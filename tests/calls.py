@@ -55,14 +55,14 @@ def problem(seqlen_q, seqlen_kv, *, batch=1, heads=1, heads_kv=None, dim=16, dim
     )
 
 
-def run(backend, q, k, v, do=None, dlse=None, **options):
+def run(backend, q, k, v, do=None, dlse=None, deterministic=True, **options):
     """Forward, and backward if `do` is given: a namespace of NumPy arrays o, lse, dq, dk, dv."""
     inputs = [q, k, v, do, dlse]
     if on_gpu(backend):
         import cupy
 
         inputs = [None if x is None else to_gpu(cupy, x) for x in inputs]
-    options = {"backend": named(backend), **options}
+    options = {"backend": named(backend), "deterministic": deterministic, **options}
     q, k, v, do, dlse = inputs
     (o, lse), pullback = fn.attention_vjp(q, k, v, return_lse=True, **options)
     grads = pullback(do, dlse) if do is not None else (None,) * 3
@@ -94,7 +94,7 @@ def check(backend, p, *, dlse=True, backward=True, **options):
 
 def assert_right(got, q, k, v, do=None, dlse=None, **options):
     """Hold results of `run` against the pass rule."""
-    mask = {n: x for n, x in options.items() if n not in ("backend", "layout")}
+    mask = {n: x for n, x in options.items() if n not in ("backend", "layout", "deterministic")}
     results = exact_and_low("attention", "low_precision", (q, k, v), **mask)
     lse = results[1][0]
     for name, (exact, low) in zip(("o", "lse"), results, strict=True):

@@ -45,7 +45,8 @@ def call(backend, p, **options):
     options = {"backend": named(backend), **options}
     q, k, v, do, dlse = (there(backend, x) for x in (p.q, p.k, p.v, p.do, p.dlse))
     o, lse = fn.attention(q, k, v, return_lse=True, **options)
-    grads = fn.attention_backward(do, q, k, v, o, lse, dlse=dlse, **options)
+    more = {"dlse": dlse, "deterministic": True, **options}
+    grads = fn.attention_backward(do, q, k, v, o, lse, **more)
     return SimpleNamespace(**dict(zip(RESULTS, map(here, (o, lse, *grads)), strict=True)))
 
 

@@ -568,6 +568,19 @@ def test_case_37_the_same_bits_again(backend, monkeypatch):
         assert_same_bits(run_problem(backend, p, causal=True), expected)
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_sums_in_any_order(backend, dim, causal):
+    """Without `deterministic` the blocks of Hopper's backward add to dq as they come."""
+    if not wgmma(backend):
+        pytest.skip("always in one order")
+    enough(backend, causal)
+    p = problem(
+        *size(backend, (333, 517), (70, 140)), heads=2, heads_kv=1, dim=dim, dtype="float16"
+    )
+    check(backend, p, causal=causal, deterministic=False)
+
+
 # --- bad input ------------------------------------------------------------------------------------
 
 
