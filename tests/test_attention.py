@@ -15,7 +15,7 @@ from conftest import GPU
 
 import flashnumba as fn
 from flashnumba import runtime
-from flashnumba.config import choose_simt, choose_wgmma
+from flashnumba.config import choose_simt, choose_wgmma, choose_wgmma_backward
 from flashnumba.problem import NOT_BUILT, prepare
 
 RESULTS = ("o", "lse", "dq", "dk", "dv")
@@ -779,8 +779,8 @@ def test_explain_names_the_kernels_for_hopper(dim, moved):
     q = np.zeros((1, 1, 4, dim), np.float16)
     rows = dict(fn.explain(q, q[:, :, :2], q[:, :, :2], backend="simulator-wgmma").rows)
     config = choose_wgmma("float16", dim, dim == 64)
-    simt = choose_simt("float16", dim, dim, simulated=True)
-    for name, c in (("tiles", config), ("backward tiles", simt)):
+    backward = choose_wgmma_backward("float16", dim)
+    for name, c in (("tiles", config), ("backward tiles", backward)):
         assert rows[name] == (
             f"{c.block_m} x {c.block_n} scores, {c.threads} threads, "
             f"{c.shared_bytes} bytes of shared memory"
@@ -788,8 +788,9 @@ def test_explain_names_the_kernels_for_hopper(dim, moved):
     assert re.search(moved, rows["moved by"])
     assert [int(n) for n in re.findall(r"\d+", rows["registers"])] == [*config.registers]
     assert rows["forward"] == "kernels/forward_wgmma.py, make_forward"
-    for name in ("delta", "backward_dkdv", "backward_dq"):
-        assert rows[name] == f"kernels/simt.py, make_{name}"
+    assert rows["backward"] == "kernels/backward_wgmma.py, make_backward"
+    for name in ("prepare", "convert"):
+        assert rows[name] == f"kernels/backward_passes.py, make_{name}"
 
 
 def test_explain_says_what_a_copy_on_the_gpu_allows(fake_gpu):

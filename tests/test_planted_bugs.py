@@ -40,7 +40,7 @@ LINES = {
 
 
 S_MASK = "hide(s, warp, place[0], m_block, seen)"
-DS_THERE = "warp_arrives(smem, DS_FULL, n)"
+DS_THERE = "arrive_two(smem, DS_FULL, n)"
 TURN = "st_release_u32(turns[b, head], u32(m_block), u32(n_block + 1))\n"
 DQ = "gemm_dq(dq, descriptor(DS_MN, ds_tile), descriptor(KV_MN, k_columns))"
 OF_BACKWARD = {
@@ -53,8 +53,8 @@ OF_BACKWARD = {
     "ds read before all of it is there": ("wait_two(smem, DS_FULL, n)\n", NOTHING),
     "one buffer for ds": ("n % TWO * DS_BYTES", "u32(0)"),
     "turn not passed on": (TURN, NOTHING),
-    "dO given back too early": ("wait_s(dp)\n", "give_back(smem, DO_EMPTY, n)\n"),
-    "Q not given back": ("give_back(smem, Q_EMPTY, n)\n", NOTHING),
+    "dO given back too early": ("wait_s(dp)\n", "arrive_q(smem, DO_EMPTY, n)\n"),
+    "Q not given back": ("arrive_q(smem, Q_EMPTY, n)\n", NOTHING),
     "dk written before its last tile": ("wait_acc(dk_acc)\n", NOTHING),
     "p not masked": (S_MASK, "pass"),
     "dk not scaled": ("dk_acc[i] *= scale\n", NOTHING),

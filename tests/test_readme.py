@@ -58,22 +58,33 @@ def test_the_tables_hold_what_was_measured():
             assert cell == "-" or cell in measured["seconds", which, seqlen, mask]
 
 
-def test_the_hopper_table_holds_what_was_measured():
+@pytest.mark.parametrize(
+    ("which", "names"),
+    [
+        ("forward", ("flashnumba", "torch-cudnn", "fa3-jax", "torch-flash")),
+        ("backward", ("flashnumba", "deterministic", "torch-cudnn", "fa3-jax", "torch-flash")),
+    ],
+)
+def test_the_hopper_tables_hold_what_was_measured(which, names):
     """Every TFLOP/s, and the ratio to the best peer in its row, from the committed CSV."""
     measured = {}
-    with (ROOT / "scripts" / "results" / "forward-NVIDIA-H200.csv").open() as file:
+    with (ROOT / "scripts" / "results" / f"{which}-NVIDIA-H200.csv").open() as file:
         for r in csv.DictReader(file):
             if r["dtype"] == "bfloat16":
-                key = r["head_dim"], r["seqlen"], r["mask"], r["implementation"]
+                name = "deterministic" if r["variant"] == "deterministic" else r["implementation"]
+                key = r["head_dim"], r["seqlen"], r["mask"], name
                 measured.setdefault(key, set()).add(float(r["tflops"]))
     number = r"(\d+|-) \| "
-    rows = re.findall(rf"^\| (\d+) \| (\d+) \| (full|causal) \| {number * 4}([\d.]+) \|$",
-                      README, re.MULTILINE)  # fmt: skip
+    rows = re.findall(
+        rf"^\| (\d+) \| (\d+) \| (full|causal) \| {number * len(names)}([\d.]+) \|$",
+        README,
+        re.MULTILINE,
+    )
     assert len(rows) == 18
-    names = ("flashnumba", "torch-cudnn", "fa3-jax", "torch-flash")
     for dim, seqlen, mask, *cells, ratio in rows:
         for name, cell in zip(names, cells, strict=True):
             found = measured.get((dim, seqlen, mask, name), set())
             assert cell in {f"{x:.0f}" for x in found} if found else cell == "-"
-        ours, *peers = (float(x) for x in cells if x != "-")
-        assert float(ratio) == pytest.approx(ours / max(peers), abs=0.007)
+        speed = {n: float(x) for n, x in zip(names, cells, strict=True) if x != "-"}
+        peers = [x for n, x in speed.items() if n not in ("flashnumba", "deterministic")]
+        assert float(ratio) == pytest.approx(speed["flashnumba"] / max(peers), abs=0.007)

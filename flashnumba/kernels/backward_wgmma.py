@@ -2,17 +2,28 @@
 
 A block owns a tile of keys, 64 a consumer, and walks the query tiles that see them, head by head of
 its group. All products are transposed, keys are rows: so P^T and dS^T leave the tensor cores in the
-registers that the next product takes as its left factor. In a tile, with p = e^(s - lse):
+registers that the next product takes as its left factor. In a tile, and what the tensor cores do
+meanwhile:
 
-    s  = k q^T              issue                          reads K, Q
-    dp = v do^T             issue                          reads V, dO
-    p  = e^(s - lse)        wait for s
+    s  = k q^T              issue
+    dp = v do^T             issue
+    p  = e^(s - lse)        wait for s                                          dp
     dv += p do              issue
-    ds = p (dp - delta)     wait for dp; ds to shared memory
-    dq = ds^T k             issue, a part of the columns each consumer
+    ds = p (dp - delta)     wait for dp; ds to shared memory                    dv
+    dq = ds^T k             issue, when ds of all keys is there
     dk += ds q              issue
-                            wait for dq: to shared memory, from where warp 1 adds it to global
+                            wait for dq, add it in global memory                dk
                             wait for dk
+
+Each consumer computes half of dq's columns. At head_dim 64, where registers are left, dq waits for
+the next tile and goes there with dp, and consumers take turns to compute all of it. At 256 they
+share 64 keys: each has half of the queries in s and dp, half of the columns in dk and dv, and p and
+ds reach it through shared memory.
+
+    warp 0       load     K V  Q dO  Q dO  Q dO ..
+    warp 1       add      dq from shared memory to global, or says whose turn it is
+    warps 2, 3   guard    what is not finite in K, Q and dO (device/guard.py)
+    warps 4 ..   consume
 
 delta = rowsum(do o) - dlse comes from kernels/backward_passes.py. All blocks add to dq, in float32
 and in the order of fragments; there it becomes an array. Query tiles come from the last to the
@@ -91,7 +102,7 @@ def make_backward(config):
     ONE, TWO, ZERO = u32(1), u32(2), f32(0)
     M_ROWS, N_ROWS = i32(BLOCK_M), i32(BLOCK_N)
     DQ_CONSUMERS = 1 if DEFERRED else CONSUMERS  # that compute a tile of dq
-    DQ_THREADS = u32(128 * DQ_CONSUMERS)
+    THREADS, DQ_THREADS = u32(128 * CONSUMERS), u32(128 * DQ_CONSUMERS)
     Q_SUBTILE, KV_SUBTILE = 128 * BLOCK_M, 128 * BLOCK_N
 
     # Shared memory: K, V; Q, dO; dS, dQ; lse and delta; barriers.
@@ -204,7 +215,7 @@ def make_backward(config):
 
     @inlined
     def add_tiles(smem, place, dq, turns, before, begin, end, count, head):
-        """Two lanes, with a slot of shared memory each."""
+        """Two lanes, every other tile each; DQ_EMPTY says "there is room", or "it is your turn"."""
         n, (n_block, _, b), m_block = u32(lane_index()), place, i32(end - 1)
         if n == ONE:
             head, m_block = step(head, m_block, begin, end)
@@ -236,9 +247,7 @@ def make_backward(config):
         wait_one(smem, KV_FULL, u32(0))
         if masked:
             poison(smem, u32(smem + FLAGS_AT), i32(warp - 2), i32(2))
-        cuda.syncwarp()
-        if lane_index() == 0:
-            arrive_one(smem, KV_READY, u32(0))
+        arrive_one(smem, KV_READY, u32(0))
         n, full, ready, at = u32(0), DO_FULL, DO_READY, DO_AT
         if warp == 2:
             full, ready, at = Q_FULL, Q_READY, Q_AT
@@ -246,24 +255,10 @@ def make_backward(config):
             wait_q(smem, Q_FULL, n)
             wait_q(smem, full, n)
             clear(slot(smem + at, n), u32(smem + STATS_AT + n % SLOTS * STATS_BYTES))
-            cuda.syncwarp()
-            if lane_index() == 0:
-                arrive_q(smem, ready, n)
+            arrive_q(smem, ready, n)
             n = u32(n + ONE)
 
     # --- warps 4 and up: consume ---------------------------------------------------------
-
-    @inlined
-    def give_back(smem, event, n):
-        """One thread of a consumer tells that it has read tile n."""
-        if u32(cuda.threadIdx.x) & u32(127) == u32(0):
-            arrive_q(smem, event, n)
-
-    @inlined
-    def warp_arrives(smem, event, n):
-        cuda.syncwarp()
-        if lane_index() == 0:
-            arrive_two(smem, event, n)
 
     @inlined
     def consumer_of(warp):
@@ -367,8 +362,10 @@ def make_backward(config):
 
     @inlined
     def give_tiles_back(smem, n):
-        give_back(smem, Q_EMPTY, n)
-        give_back(smem, DO_EMPTY, n)
+        """All threads have read lse and delta; of Q and dO tensor cores alone."""
+        arrive_q(smem, Q_EMPTY, n)
+        if u32(cuda.threadIdx.x) & u32(127) == u32(0):
+            arrive_q(smem, DO_EMPTY, n)
 
     @inlined
     def add(smem, n, dq, dq_tile):
@@ -390,7 +387,7 @@ def make_backward(config):
         if STAGED:
             fence_proxy_async()
         if STAGED or DETERMINISTIC:
-            warp_arrives(smem, DQ_FULL, n)
+            arrive_two(smem, DQ_FULL, n)
 
     @inlined
     def probabilities_of(smem, warp, n, place, m_block, mask_of, poisoned, s, p, scale_log2):
@@ -430,7 +427,7 @@ def make_backward(config):
         to_halves(ds, dp)
         halves_to_shared(ds, smem + DS_AT + own_rows(warp, n), query0_of(warp))
         fence_proxy_async()
-        warp_arrives(smem, DS_FULL, n)
+        arrive_two(smem, DS_FULL, n)
 
     @inlined
     def consume(
@@ -545,16 +542,16 @@ def make_backward(config):
         count, head = u32(group * (end - begin)), i32(place[1] * group)
         if thread == 0:
             for i in range(2):
-                mbarrier_init(two_events(smem, DS_FULL, u32(i)), u32(4 * CONSUMERS))
-                mbarrier_init(two_events(smem, DQ_FULL, u32(i)), u32(4 * DQ_CONSUMERS))
+                mbarrier_init(two_events(smem, DS_FULL, u32(i)), THREADS)
+                mbarrier_init(two_events(smem, DQ_FULL, u32(i)), DQ_THREADS)
                 mbarrier_init(two_events(smem, DQ_EMPTY, u32(i)), ONE)
             mbarrier_init(one_event(smem, KV_FULL, u32(0)), u32(2))
-            mbarrier_init(one_event(smem, KV_READY, u32(0)), TWO)
+            mbarrier_init(one_event(smem, KV_READY, u32(0)), u32(64))
             for i in range(STAGES):
                 mbarrier_init(q_event(smem, Q_FULL, u32(i)), u32(2))
-                mbarrier_init(q_event(smem, Q_READY, u32(i)), ONE)
-                mbarrier_init(q_event(smem, DO_READY, u32(i)), ONE)
-                mbarrier_init(q_event(smem, Q_EMPTY, u32(i)), u32(CONSUMERS))
+                mbarrier_init(q_event(smem, Q_READY, u32(i)), u32(32))
+                mbarrier_init(q_event(smem, DO_READY, u32(i)), u32(32))
+                mbarrier_init(q_event(smem, Q_EMPTY, u32(i)), THREADS)
                 mbarrier_init(q_event(smem, DO_FULL, u32(i)), ONE)
                 mbarrier_init(q_event(smem, DO_EMPTY, u32(i)), u32(CONSUMERS))
             fence_mbarrier_init()
