@@ -128,7 +128,7 @@ class Block:
             thread = greenlet(body)
             thread.block, thread.tid, thread.shared_count, thread.waits = self, tid, 0, ""
             threads.append(thread)
-        behind = self.stragglers(threads)
+        behind = self.stragglers(threads)  # they stand still until nothing else moves
         while threads:
             self.progress = False
             if self.order:
@@ -141,8 +141,7 @@ class Block:
             if moved and not behind:
                 behind = self.stragglers(alive)
             elif not moved and behind:
-                if not (self.patient and self.deliver()):
-                    behind = set()
+                behind = set()
             elif not moved and not self.deliver():
                 where = Counter(t.waits for t in threads)
                 who = "; ".join(f"{n} of {self.size} threads in {w}" for w, n in where.items())
@@ -153,14 +152,10 @@ class Block:
                 part.finish()
 
     def stragglers(self, threads):
-        """Some of the warps, at most half; none where nothing is shuffled.
-
-        They stand still until nothing else moves: at times before a load arrives, at times after.
-        """
+        """Some of the warps, at most half; none where nothing is shuffled."""
         warps = sorted({t.tid // 32 for t in threads})
         if not self.order or len(warps) < 2:
             return set()
-        self.patient = self.order.random() < 0.5
         return set(self.order.sample(warps, self.order.randint(1, len(warps) // 2)))
 
 
