@@ -227,10 +227,9 @@ class BackwardConfig:
         tiles = 2 * self.kv_bytes + 2 * self.stages * self.q_bytes
         dq_bytes = 2 * self.dq_bytes if self.staged else 0
         p_and_ds = (4 if self.shared_keys else 2) * self.ds_bytes
+        # lse and delta, flags of keys that are not finite, barriers
         small = self.stages * (8 * self.block_m + 48) + 4 * self.block_n + 88
-        return (
-            tiles + p_and_ds + dq_bytes + small
-        )  # lse and delta, barriers; keys that are not finite
+        return tiles + p_and_ds + dq_bytes + small
 
 
 def choose_wgmma_backward(dtype, head_dim, deterministic=False):
@@ -238,8 +237,9 @@ def choose_wgmma_backward(dtype, head_dim, deterministic=False):
 
     Shared memory is what limits it: a product of 64 x 64 reads both factors from there at the rate
     at which it computes. H200, float16, T 4096, TFLOP/s of this kernel, full / causal. At 64, with
-    half of dQ's columns by each consumer 432 / 398, in turn 476 / 430. At 128, dQ by way of shared
-    memory 569 / 551, from registers 582 / 570; in turn with others it is faster by the former.
+    half of dQ's columns by each consumer 432 / 398, in turn 486 / 447. At 128, dQ by way of shared
+    memory 569 / 551, from registers 582 / 570. Where blocks add in turn it goes by way of shared
+    memory if there is room, so that consumers do not wait for their turn.
     """
     width = next(size for size in (64, 128, 256) if head_dim <= size)
     if width == 64:

@@ -27,7 +27,16 @@ def memory_error(error, *inputs):
     )
 
 
-class Plan:
+class Allocating:
+    """What results are made with, and where."""
+
+    def __init__(self, xp):
+        self.empty, self.alloc = xp.ndarray, xp.cuda.alloc
+        self.out_of_memory = xp.cuda.memory.OutOfMemoryError
+        self.current_device = xp.cuda.runtime.getDevice
+
+
+class Plan(Allocating):
     """A forward on a GPU that ran before, without the addresses of its arrays: nothing to check."""
 
     def __init__(self, p, o, lse):
@@ -37,9 +46,7 @@ class Plan:
         self.o = p.user_shape(p.o_shape), o.dtype
         self.lse = p.lse_shape[4 - p.ndim :], lse.dtype
         self.lse_bytes = lse.nbytes
-        self.empty, self.alloc = p.xp.ndarray, p.xp.cuda.alloc
-        self.out_of_memory = p.xp.cuda.memory.OutOfMemoryError
-        self.current_device = p.xp.cuda.runtime.getDevice
+        super().__init__(p.xp)
 
     def __call__(self, q, k, v, return_lse):
         """o or (o, lse) in the caller's form.
@@ -60,7 +67,7 @@ class Plan:
         return (o, lse) if return_lse else o
 
 
-class BackwardPlan:
+class BackwardPlan(Allocating):
     """Gradients on a GPU that were computed before, without the addresses of the arrays."""
 
     def __init__(self, p, given, grads):
@@ -79,9 +86,7 @@ class BackwardPlan:
         ]
         self.grads = [(p.user_shape(x.shape), x.dtype) for x in (q, k, v)]
         self.scratch_bytes = [x.nbytes for x in scratch.values()]
-        self.empty, self.alloc = p.xp.ndarray, p.xp.cuda.alloc
-        self.out_of_memory = p.xp.cuda.memory.OutOfMemoryError
-        self.current_device = p.xp.cuda.runtime.getDevice
+        super().__init__(p.xp)
 
     def __call__(self, *given):
         """(dq, dk, dv) in the caller's form."""

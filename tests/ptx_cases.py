@@ -34,7 +34,12 @@ from flashnumba.ptx.barrier import (
     setmaxnreg_inc,
 )
 from flashnumba.ptx.layout import descriptor_constant, k_major, mn_major, swizzle128
-from flashnumba.ptx.memory import red_global_add_v4_f32, st_release_u32, wait_acquire_u32
+from flashnumba.ptx.memory import (
+    fence_proxy_async_global,
+    red_global_add_v4_f32,
+    st_release_u32,
+    wait_acquire_u32,
+)
 from flashnumba.ptx.shared import (
     cvta_to_shared,
     fence_proxy_async,
@@ -470,6 +475,7 @@ def make_bulk():
         # Warp after warp, the last first: each adds to what the one before has left.
         turn = 3 - t // 32
         wait_acquire_u32(flags, u32(2), u32(turn))
+        fence_proxy_async_global()
         cuda.syncwarp()
         if t % 32 == 0:
             seen[turn] = u32(seen[(turn + 3) % 4] + u32(turn + 1))

@@ -73,6 +73,7 @@ def test_no_instruction_is_left_out():
 SILENT = {
     "barrier.fence_mbarrier_init",
     "barrier.setmaxnreg_inc",
+    "memory.fence_proxy_async_global",
     "tma.fence_proxy_tensormap",
 }
 

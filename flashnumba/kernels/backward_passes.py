@@ -34,12 +34,6 @@ STORED = {"float16": types.float16, "bfloat16": types.uint16}
 
 
 @inlined
-def widen_bf16(x):
-    """The lower half as a float32."""
-    return u32(x << u32(16)).view(np.float32)
-
-
-@inlined
 def place(parts):
     """(m_block, h, b) of this block, which has one tile of queries."""
     tiles, heads = u32(parts.shape[2]), u32(parts.shape[1])
@@ -58,7 +52,7 @@ def make_prepare(config):
     PARTS = THREADS // BLOCK_M  # threads that share a row
     BARRIER, ZERO, INF = u32(2 * BYTES), f32(0), f32(np.inf)
     see_map, load_tile, _, _ = copies(D, True)
-    widen = cvt_f32_f16 if config.dtype == "float16" else widen_bf16
+    widen = cvt_f32_f16 if config.dtype == "float16" else number("bfloat16")[0]  # of the lower half
 
     def prepare(do_map, o_map, lse, dlse, q_lengths, rows, dq, turns):
         smem = cvta_to_shared(cuda.shared.array(0, np.uint8, alignment=1024))

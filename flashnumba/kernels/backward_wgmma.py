@@ -55,7 +55,12 @@ from flashnumba.ptx.barrier import (
     setmaxnreg_inc,
 )
 from flashnumba.ptx.layout import descriptor_constant, k_major, mn_major
-from flashnumba.ptx.memory import red_global_add_v4_f32, st_release_u32, wait_acquire_u32
+from flashnumba.ptx.memory import (
+    fence_proxy_async_global,
+    red_global_add_v4_f32,
+    st_release_u32,
+    wait_acquire_u32,
+)
 from flashnumba.ptx.shared import (
     cvta_to_shared,
     fence_proxy_async,
@@ -211,7 +216,7 @@ def make_backward(config):
         """The block of the keys before these has added its dq, if it has any."""
         if before[0] <= m_block < before[1]:
             wait_acquire_u32(turns, u32(m_block), u32(n_block))
-            fence_proxy_async()
+            fence_proxy_async_global()
 
     @inlined
     def add_tiles(smem, place, dq, turns, before, begin, end, count, head):

@@ -25,6 +25,11 @@ def st_release_u32(flags: address, i: u32, value: u32):
     current_block().progress = True
 
 
+@instruction("fence.proxy.async.global;")
+def fence_proxy_async_global():
+    """Order what this thread has seen in global memory before its bulk copies that follow."""
+
+
 @instruction(
     "{{ .reg .pred there; .reg .u64 at; .reg .u32 x; mad.wide.u32 at, {i}, 4, {flags}; "
     "AGAIN: ld.acquire.gpu.global.u32 x, [at]; setp.eq.u32 there, x, {value}; "
