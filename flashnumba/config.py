@@ -182,6 +182,7 @@ class BackwardConfig:
     stages: int = 2  # tiles of Q, and as many of dO, in shared memory
     staged: bool = True  # dQ is added from shared memory, by TMA; else from registers
     deferred: bool = False  # dQ beside the scores of the next tile, by the consumers in turn
+    lagging: bool = False  # dQ a tile later, so that consumers need not keep in step
     deterministic: bool = False  # blocks add to dQ in the order of their keys
 
     @property
@@ -214,6 +215,11 @@ class BackwardConfig:
         return 2 * self.block_n * self.block_m
 
     @property
+    def ds_slots(self):
+        """Tiles of dS, and where keys are shared of P, in shared memory."""
+        return 4 if self.lagging else 2
+
+    @property
     def dq_bytes(self):
         return 4 * self.block_m * self.head_dim
 
@@ -226,9 +232,9 @@ class BackwardConfig:
     def shared_bytes(self):
         tiles = 2 * self.kv_bytes + 2 * self.stages * self.q_bytes
         dq_bytes = 2 * self.dq_bytes if self.staged else 0
-        p_and_ds = (4 if self.shared_keys else 2) * self.ds_bytes
+        p_and_ds = self.ds_slots * (1 + self.shared_keys) * self.ds_bytes
         # lse and delta, flags of keys that are not finite, barriers
-        small = self.stages * (8 * self.block_m + 48) + 4 * self.block_n + 88
+        small = self.stages * (8 * self.block_m + 48) + 4 * self.block_n + 56 + 16 * self.ds_slots
         return tiles + p_and_ds + dq_bytes + small
 
 

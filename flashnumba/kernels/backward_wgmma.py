@@ -97,13 +97,15 @@ def make_backward(config):
     """dk, dv, and dq in the order of fragments."""
     D, BLOCK_M, BLOCK_N = config.head_dim, config.block_m, config.block_n
     CONSUMERS, STAGES = config.consumers, config.stages
-    SHARED, STAGED, DEFERRED = config.shared_keys, config.staged, config.deferred
-    DETERMINISTIC = config.deterministic
+    SHARED, STAGED, DETERMINISTIC = config.shared_keys, config.staged, config.deterministic
+    DS_COUNT = config.ds_slots
+    DEFERRED, LAGGING = config.deferred, config.lagging
     QUERIES = BLOCK_M // CONSUMERS if SHARED else BLOCK_M  # of s and dp, of one consumer
     COLUMNS = i32(D // CONSUMERS if SHARED else D)  # of dk and dv
     S_SIZE, P_SIZE = QUERIES // 2, QUERIES // 4
     COLUMNS_DQ = config.dq_columns
     ACC_SIZE, DQ_SIZE = int(COLUMNS) // 2, COLUMNS_DQ // 2
+    NEVER = u32(0xFFFFFFFF)
     ONE, TWO, ZERO = u32(1), u32(2), f32(0)
     M_ROWS, N_ROWS = i32(BLOCK_M), i32(BLOCK_N)
     DQ_CONSUMERS = 1 if DEFERRED else CONSUMERS  # that compute a tile of dq
@@ -113,24 +115,26 @@ def make_backward(config):
     # Shared memory: K, V; Q, dO; dS, dQ; lse and delta; barriers.
     KV_BYTES, Q_BYTES, DS_BYTES = u32(config.kv_bytes), u32(config.q_bytes), u32(config.ds_bytes)
     STATS_BYTES, STATS, DQ_BYTES = u32(8 * BLOCK_M), u32(4 * BLOCK_M), u32(config.dq_bytes)
-    SLOTS = u32(STAGES)
+    SLOTS, DS_SLOTS = u32(STAGES), u32(config.ds_slots)
     V_AT = KV_BYTES
     Q_AT = u32(V_AT + KV_BYTES)
     DO_AT = u32(Q_AT + STAGES * Q_BYTES)
     DS_AT = u32(DO_AT + STAGES * Q_BYTES)
-    DQ_AT = u32(DS_AT + 2 * DS_BYTES)
+    DQ_AT = u32(DS_AT + config.ds_slots * DS_BYTES)
     P_AT = u32(DQ_AT + 2 * STAGED * config.dq_bytes)
-    STATS_AT = u32(P_AT + 2 * SHARED * DS_BYTES)
+    STATS_AT = u32(P_AT + config.ds_slots * SHARED * DS_BYTES)
     FLAGS_AT = u32(STATS_AT + STAGES * STATS_BYTES)
     EVENTS = u32(FLAGS_AT + 4 * BLOCK_N + 16)
     KV_FULL, KV_READY = (u32(EVENTS + 8 * i) for i in range(2))
     DQ_FULL, DQ_EMPTY, DS_FULL = (u32(EVENTS + 16 + 16 * i) for i in range(3))
+    Q_EVENTS = DS_FULL + 8 * config.ds_slots
     Q_FULL, Q_READY, Q_EMPTY, DO_FULL, DO_READY, DO_EMPTY = (
-        u32(EVENTS + 64 + 8 * STAGES * i) for i in range(6)
+        u32(Q_EVENTS + 8 * STAGES * i) for i in range(6)
     )
     assert DO_EMPTY + 8 * STAGES <= config.shared_bytes
     one_event, wait_one, _, arrive_one = ring(1)
     two_events, wait_two, wait_two_before, arrive_two = ring(2)
+    ds_event, wait_ds, _, arrive_ds = ring(config.ds_slots)
     q_event, wait_q, wait_q_before, arrive_q = ring(STAGES)
 
     K_MAJOR = u64(descriptor_constant())
@@ -349,7 +353,7 @@ def make_backward(config):
     @inlined
     def own_rows(warp, n):
         """A warp's keys in a tile of P or dS."""
-        return n % TWO * DS_BYTES + u32(row0_of(warp)) * u32(128)
+        return n % DS_SLOTS * DS_BYTES + u32(row0_of(warp)) * u32(128)
 
     @inlined
     def computes_dq(warp, n):
@@ -360,9 +364,10 @@ def make_backward(config):
         """dq = ds^T k, when both consumers' ds is there."""
         column0 = u32(0) if DEFERRED else consumer_of(warp) * u32(COLUMNS_DQ)
         k_columns = smem + (column0 >> u32(6)) * u32(KV_SUBTILE) + (column0 & u32(63)) * u32(2)
-        wait_two(smem, DS_FULL, n)
+        if not LAGGING or n != NEVER:
+            wait_ds(smem, DS_FULL, n)
         wgmma_fence()
-        ds_tile = smem + DS_AT + n % TWO * DS_BYTES
+        ds_tile = smem + DS_AT + n % DS_SLOTS * DS_BYTES
         gemm_dq(dq, descriptor(DS_MN, ds_tile), descriptor(KV_MN, k_columns))
 
     @inlined
@@ -432,7 +437,7 @@ def make_backward(config):
         to_halves(ds, dp)
         halves_to_shared(ds, smem + DS_AT + own_rows(warp, n), query0_of(warp))
         fence_proxy_async()
-        arrive_two(smem, DS_FULL, n)
+        arrive_ds(smem, DS_FULL, n)
 
     @inlined
     def consume(
@@ -486,15 +491,15 @@ def make_backward(config):
                     add(smem, before, dq, dq_before)
             else:
                 if SHARED:
-                    wait_two(smem, DS_FULL, n)
+                    wait_ds(smem, DS_FULL, n)
                     wgmma_fence()
-                    p_tile = descriptor(K_MAJOR, smem + P_AT + n % TWO * DS_BYTES)
+                    p_tile = descriptor(K_MAJOR, smem + P_AT + n % DS_SLOTS * DS_BYTES)
                     gemm_dkv_shared(dv_acc, p_tile, descriptor(Q_MN, do_tile + columns))
                     wgmma_commit_group()
-                issue_dq(smem, warp, n, dq)
+                issue_dq(smem, warp, before if LAGGING else n, dq)
                 wgmma_commit_group()
             if SHARED:
-                ds_tile = descriptor(K_MAJOR, smem + DS_AT + n % TWO * DS_BYTES)
+                ds_tile = descriptor(K_MAJOR, smem + DS_AT + n % DS_SLOTS * DS_BYTES)
                 gemm_dkv_shared(dk_acc, ds_tile, descriptor(Q_MN, q_tile + columns))
             else:
                 fence_acc(dk_acc, ds)
@@ -502,12 +507,15 @@ def make_backward(config):
             wgmma_commit_group()
             if not DEFERRED:
                 wait_dq(dq)
-                add(smem, n, dq, dq_tile)
+                if not LAGGING:
+                    add(smem, n, dq, dq_tile)
+                elif n > u32(0):
+                    add(smem, before, dq, dq_before)
                 wait_acc(dk_acc)
                 give_tiles_back(smem, n)
             dq_before, n = dq_tile, u32(n + ONE)
             head, m_block = step(head, m_block, begin, end)
-        if DEFERRED and n > u32(0) and computes_dq(warp, u32(n - ONE)):
+        if (DEFERRED or LAGGING) and n > u32(0) and computes_dq(warp, u32(n - ONE)):
             issue_dq(smem, warp, u32(n - ONE), dq)
             wgmma_commit_group()
             wait_dq_alone(dq)
@@ -546,8 +554,9 @@ def make_backward(config):
             before = others[0], others[3]
         count, head = u32(group * (end - begin)), i32(place[1] * group)
         if thread == 0:
+            for i in range(DS_COUNT):
+                mbarrier_init(ds_event(smem, DS_FULL, u32(i)), THREADS)
             for i in range(2):
-                mbarrier_init(two_events(smem, DS_FULL, u32(i)), THREADS)
                 mbarrier_init(two_events(smem, DQ_FULL, u32(i)), DQ_THREADS)
                 mbarrier_init(two_events(smem, DQ_EMPTY, u32(i)), ONE)
             mbarrier_init(one_event(smem, KV_FULL, u32(0)), u32(2))
