@@ -8,6 +8,7 @@ from flashnumba.config import (
     choose_wgmma,
     choose_wgmma_backward,
     heads_together,
+    kv_heads_in_turn,
     kv_heads_together,
 )
 from flashnumba.tensormap import TensorMap
@@ -100,6 +101,9 @@ def _backward_wgmma(p, do, o, lse, dlse, dq, dk, dv):
     window = min(p.left, FAR), min(p.right, FAR), p.upper_left
     mask = p.q_lengths, p.kv_lengths, p.scale, scale_log2, *window
     together = kv_heads_together(batch, heads_q, heads_kv, seqlen_q, config.head_dim, p.masked)
+    if p.deterministic and not p.masked:
+        at_once = 2 if p.simulated else runtime.multiprocessors()
+        together = kv_heads_in_turn(batch, heads_kv, n_blocks, at_once)
     sizes = n_blocks, together, seqlen_q, seqlen_kv, heads_kv
     before = do_map, o_map, lse, dlse, p.q_lengths, rows, parts, turns
     return [

@@ -40,7 +40,7 @@ LINES = {
 
 
 S_MASK = "hide(s, warp, place[0], m_block, seen)"
-DS_THERE = "arrive_two(smem, DS_FULL, n)"
+DS_THERE = "arrive_ds(smem, DS_FULL, n)"
 TURN = "st_release_u32(turns[b, head], u32(m_block), u32(n_block + 1))\n"
 DQ = "gemm_dq(dq, descriptor(DS_MN, ds_tile), descriptor(KV_MN, k_columns))"
 OF_BACKWARD = {
@@ -49,8 +49,9 @@ OF_BACKWARD = {
     "no wait for s": ("wait_s(s)\n", NOTHING),
     "no wait for dq": ("wait_dq(dq)\n", NOTHING),
     "no fence before ds is read": ("fence_proxy_async()\n        " + DS_THERE, DS_THERE),
-    "ds read before all of it is there": ("wait_two(smem, DS_FULL, n)\n", NOTHING),
-    "one buffer for ds": ("n % TWO * DS_BYTES", "u32(0)"),
+    "ds read before all of it is there": ("wait_ds(smem, DS_FULL, n)\n", NOTHING),
+    "one buffer for ds": ("n % DS_SLOTS * DS_BYTES", "u32(0)"),
+    "dq of the same tile": ("before if LAGGING else n", "n"),
     "turn not passed on": (TURN, NOTHING),
     "dO given back too early": ("wait_s(dp)\n", "arrive_q(smem, DO_EMPTY, n)\n"),
     "Q not given back": ("arrive_q(smem, Q_EMPTY, n)\n", NOTHING),

@@ -105,7 +105,7 @@ def make_backward(config):
     S_SIZE, P_SIZE = QUERIES // 2, QUERIES // 4
     COLUMNS_DQ = config.dq_columns
     ACC_SIZE, DQ_SIZE = int(COLUMNS) // 2, COLUMNS_DQ // 2
-    NEVER = u32(0xFFFFFFFF)
+    BEFORE_FIRST = u32(0xFFFFFFFF)
     ONE, TWO, ZERO = u32(1), u32(2), f32(0)
     M_ROWS, N_ROWS = i32(BLOCK_M), i32(BLOCK_N)
     DQ_CONSUMERS = 1 if DEFERRED else CONSUMERS  # that compute a tile of dq
@@ -191,13 +191,13 @@ def make_backward(config):
     @inlined
     def load(smem, place, stats, q_map, k_map, v_map, do_map, begin, end, count, head):
         lane, n, (n_block, kv_h, b) = lane_index(), u32(0), place
-        see_map(q_map)
         see_map(k_map)
         see_map(v_map)
-        see_map(do_map)
         full, row0, m_block = one_event(smem, KV_FULL, n), i32(n_block * BLOCK_N), i32(end - 1)
         load_tile(smem, None, k_map, full, N_ROWS, row0, kv_h, b)
         load_tile(smem + V_AT, None, v_map, full, N_ROWS, row0, kv_h, b)
+        see_map(q_map)
+        see_map(do_map)
         while n < count:
             row0 = i32(m_block * BLOCK_M)
             wait_q_before(smem, Q_EMPTY, n)
@@ -246,7 +246,6 @@ def make_backward(config):
             for _ in range(2):
                 n = u32(n + ONE)
                 head, m_block = step(head, m_block, begin, end)
-        cp_async_bulk_wait_group()
 
     # --- warps 2 and 3: guard ------------------------------------------------------------
 
@@ -361,10 +360,13 @@ def make_backward(config):
 
     @inlined
     def issue_dq(smem, warp, n, dq):
-        """dq = ds^T k, when both consumers' ds is there."""
+        """dq = ds^T k, when both consumers' ds is there.
+
+        Before the first tile, what it computes is not used: in a branch, wgmma would be serialised.
+        """
         column0 = u32(0) if DEFERRED else consumer_of(warp) * u32(COLUMNS_DQ)
         k_columns = smem + (column0 >> u32(6)) * u32(KV_SUBTILE) + (column0 & u32(63)) * u32(2)
-        if not LAGGING or n != NEVER:
+        if not LAGGING or n != BEFORE_FIRST:
             wait_ds(smem, DS_FULL, n)
         wgmma_fence()
         ds_tile = smem + DS_AT + n % DS_SLOTS * DS_BYTES
@@ -451,8 +453,9 @@ def make_backward(config):
         dq = cuda.local.array(DQ_SIZE, np.float32)
         dk_acc = cuda.local.array(ACC_SIZE, np.float32)
         dv_acc = cuda.local.array(ACC_SIZE, np.float32)
-        see_map(dk_map)
-        see_map(dv_map)
+        if lane_index() == 0:  # which stores
+            see_map(dk_map)
+            see_map(dv_map)
         zero_acc(dk_acc)
         zero_acc(dv_acc)
         columns = u32(0)  # of dk and dv, in Q and dO
@@ -526,8 +529,7 @@ def make_backward(config):
             dk_acc[i] *= scale
         write(smem, warp, place, kv_row_end, dv_map, dv_acc)
         write(smem, warp, place, kv_row_end, dk_map, dk_acc)
-        if lane_index() == 0:
-            cp_async_bulk_wait_group()
+        wait_stores()  # shared memory lives no longer than the block
 
     def backward(
         stats, dq, turns, q_map, k_map, v_map, do_map, dk_map, dv_map, q_lengths, kv_lengths,
