@@ -36,7 +36,7 @@ def test_a_block_fits_the_machine(config):
 @needs_compilers
 @pytest.mark.parametrize("config", CONFIGS, ids=name_of)
 def test_it_compiles_to_what_was_meant(config):
-    """No spills, no local memory, no float64; five products, dq's twice if it goes beyond its tile."""
+    """No spills, no local memory, no float64; five products, dq's twice if it comes later."""
     from flashnumba.kernels.backward_wgmma import make_backward
 
     kernel = make_backward(config)
