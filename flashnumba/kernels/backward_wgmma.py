@@ -15,11 +15,11 @@ meanwhile:
                             wait for dq, add it in global memory                dk
                             wait for dk
 
-Each consumer computes half of dq's columns. At head_dim 128 dq is that of the tile before: consumers
-then need not keep in step, and one computes p and ds beside the other's products. At 64, where
+Each consumer computes half of dq's columns. At head_dim 128 dq is that of the tile before, so that
+consumers need not keep in step: one computes p and ds beside the other's products. At 64, where
 registers are left, it goes with the next tile's dp, and consumers take turns to compute all of it.
-At 256 they share 64 keys: each has half of the queries in s and dp, half of the columns in dk and dv, and p and
-ds reach it through shared memory.
+At 256 they share 64 keys: each has half of the queries in s and dp, half of the columns in dk and
+dv, and p and ds reach it through shared memory.
 
     warp 0       load     K V  Q dO  Q dO  Q dO ..
     warp 1       add      dq from shared memory to global, or says whose turn it is
