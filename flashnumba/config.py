@@ -180,7 +180,6 @@ class BackwardConfig:
     consumers: int = 2
     block_m: int = 64
     stages: int = 2  # tiles of Q, and as many of dO, in shared memory
-    staged: bool = True  # dQ is added from shared memory, by TMA; else from registers
     deferred: bool = False  # dQ beside the scores of the next tile, by the consumers in turn
     lagging: bool = False  # dQ a tile later, so that consumers need not keep in step
     deterministic: bool = False  # blocks add to dQ in the order of their keys
@@ -216,8 +215,20 @@ class BackwardConfig:
 
     @property
     def ds_slots(self):
-        """Tiles of dS, and where keys are shared of P, in shared memory."""
+        """Tiles of dS, and where keys are shared of P, in shared memory.
+
+        A consumer that lags reads dS of tile n - 2 while the other may already write n + 1: it
+        waits for this one's dS of n - 1 alone.
+        """
         return 4 if self.lagging else 2
+
+    @property
+    def staged(self):
+        """Whether dQ is added from shared memory, by TMA; else from registers.
+
+        Only at head_dim 64 is there room.
+        """
+        return self.deferred
 
     @property
     def dq_bytes(self):
@@ -234,7 +245,7 @@ class BackwardConfig:
         dq_bytes = 2 * self.dq_bytes if self.staged else 0
         p_and_ds = self.ds_slots * (1 + self.shared_keys) * self.ds_bytes
         # lse and delta, flags of keys that are not finite, barriers
-        small = self.stages * (8 * self.block_m + 48) + 4 * self.block_n + 56 + 16 * self.ds_slots
+        small = self.stages * (8 * self.block_m + 48) + 4 * self.block_n + 64 + 8 * self.ds_slots
         return tiles + p_and_ds + dq_bytes + small
 
 
@@ -244,15 +255,12 @@ def choose_wgmma_backward(dtype, head_dim, deterministic=False):
     Shared memory is what limits it: a product of 64 x 64 reads both factors from there at the rate
     at which it computes. H200, float16, T 4096, TFLOP/s of this kernel, full / causal. At 64, with
     half of dQ's columns by each consumer 432 / 398, in turn 486 / 447. At 128 (bfloat16), dQ of the
-    same tile 507 / 445, a tile later 558 / 477; with a third slot for Q and dO 551 / 480. There is
-    no room left to add dQ by way of shared memory.
+    same tile 507 / 445, a tile later 558 / 477; with a third slot for Q and dO 551 / 480.
     """
     width = next(size for size in (64, 128, 256) if head_dim <= size)
     if width == 64:
         return BackwardConfig(dtype, width, stages=3, deferred=True, deterministic=deterministic)
-    return BackwardConfig(
-        dtype, width, staged=False, lagging=width == 128, deterministic=deterministic
-    )
+    return BackwardConfig(dtype, width, lagging=width == 128, deterministic=deterministic)
 
 
 def choose_wgmma(dtype, head_dim, tma, negative=False):

@@ -100,10 +100,11 @@ def _backward_wgmma(p, do, o, lse, dlse, dq, dk, dv):
     scale_log2 = p.scale_log2 if p.scale >= 0 else -p.scale_log2
     window = min(p.left, FAR), min(p.right, FAR), p.upper_left
     mask = p.q_lengths, p.kv_lengths, p.scale, scale_log2, *window
-    together = kv_heads_together(batch, heads_q, heads_kv, seqlen_q, config.head_dim, p.masked)
     if p.deterministic and not p.masked:
         at_once = 2 if p.simulated else runtime.multiprocessors()
         together = kv_heads_in_turn(batch, heads_kv, n_blocks, at_once)
+    else:
+        together = kv_heads_together(batch, heads_q, heads_kv, seqlen_q, config.head_dim, p.masked)
     sizes = n_blocks, together, seqlen_q, seqlen_kv, heads_kv
     before = do_map, o_map, lse, dlse, p.q_lengths, rows, parts, turns
     return [

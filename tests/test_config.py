@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from flashnumba.config import SimtConfig, choose_simt, heads_together
+from flashnumba.config import SimtConfig, choose_simt, heads_together, kv_heads_in_turn
 from flashnumba.kernels import simt
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -144,3 +144,12 @@ def test_heads_together_fill_the_l2_cache():
     assert together(4, 8, 4, 8192, 128) == 8 * 2  # 4 MiB each, 8 of 16 fit
     assert together(4, 8, 8, 1 << 20, 256) == 1  # not even one fits
     assert together(1, 6, 2, 1 << 20, 256) == 3
+
+
+def test_heads_in_turn_fill_the_multiprocessors():
+    """All blocks of as many heads as the GPU holds at once; at least one head, at most all."""
+    assert kv_heads_in_turn(16, 16, 8, 132) == 16
+    assert kv_heads_in_turn(4, 16, 32, 132) == 4
+    assert kv_heads_in_turn(1, 16, 128, 132) == 1
+    assert kv_heads_in_turn(1, 16, 256, 132) == 1
+    assert kv_heads_in_turn(1, 2, 8, 132) == 2

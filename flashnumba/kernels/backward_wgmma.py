@@ -97,16 +97,15 @@ i32, u32, u64, f32 = np.int32, np.uint32, np.uint64, np.float32
 def make_backward(config):
     """dk, dv, and dq in the order of fragments."""
     D, BLOCK_M, BLOCK_N = config.head_dim, config.block_m, config.block_n
-    CONSUMERS, STAGES = config.consumers, config.stages
+    CONSUMERS, STAGES, DS_STAGES = config.consumers, config.stages, config.ds_slots
     SHARED, STAGED, DETERMINISTIC = config.shared_keys, config.staged, config.deterministic
-    DS_COUNT = config.ds_slots
     DEFERRED, LAGGING = config.deferred, config.lagging
     QUERIES = BLOCK_M // CONSUMERS if SHARED else BLOCK_M  # of s and dp, of one consumer
     COLUMNS = i32(D // CONSUMERS if SHARED else D)  # of dk and dv
     S_SIZE, P_SIZE = QUERIES // 2, QUERIES // 4
     COLUMNS_DQ = config.dq_columns
     ACC_SIZE, DQ_SIZE = int(COLUMNS) // 2, COLUMNS_DQ // 2
-    BEFORE_FIRST = u32(0xFFFFFFFF)
+    BEFORE_FIRST = u32(0xFFFFFFFF)  # the tile, counted, before tile 0
     ONE, TWO, ZERO = u32(1), u32(2), f32(0)
     M_ROWS, N_ROWS = i32(BLOCK_M), i32(BLOCK_N)
     DQ_CONSUMERS = 1 if DEFERRED else CONSUMERS  # that compute a tile of dq
@@ -116,26 +115,26 @@ def make_backward(config):
     # Shared memory: K, V; Q, dO; dS, dQ; lse and delta; barriers.
     KV_BYTES, Q_BYTES, DS_BYTES = u32(config.kv_bytes), u32(config.q_bytes), u32(config.ds_bytes)
     STATS_BYTES, STATS, DQ_BYTES = u32(8 * BLOCK_M), u32(4 * BLOCK_M), u32(config.dq_bytes)
-    SLOTS, DS_SLOTS = u32(STAGES), u32(config.ds_slots)
+    SLOTS, DS_SLOTS = u32(STAGES), u32(DS_STAGES)
     V_AT = KV_BYTES
     Q_AT = u32(V_AT + KV_BYTES)
     DO_AT = u32(Q_AT + STAGES * Q_BYTES)
     DS_AT = u32(DO_AT + STAGES * Q_BYTES)
-    DQ_AT = u32(DS_AT + config.ds_slots * DS_BYTES)
+    DQ_AT = u32(DS_AT + DS_STAGES * DS_BYTES)
     P_AT = u32(DQ_AT + 2 * STAGED * config.dq_bytes)
-    STATS_AT = u32(P_AT + config.ds_slots * SHARED * DS_BYTES)
+    STATS_AT = u32(P_AT + DS_STAGES * SHARED * DS_BYTES)
     FLAGS_AT = u32(STATS_AT + STAGES * STATS_BYTES)
     EVENTS = u32(FLAGS_AT + 4 * BLOCK_N + 16)
     KV_FULL, KV_READY = (u32(EVENTS + 8 * i) for i in range(2))
     DQ_FULL, DQ_EMPTY, DS_FULL = (u32(EVENTS + 16 + 16 * i) for i in range(3))
-    Q_EVENTS = DS_FULL + 8 * config.ds_slots
+    Q_EVENTS = DS_FULL + 8 * DS_STAGES
     Q_FULL, Q_READY, Q_EMPTY, DO_FULL, DO_READY, DO_EMPTY = (
         u32(Q_EVENTS + 8 * STAGES * i) for i in range(6)
     )
     assert DO_EMPTY + 8 * STAGES <= config.shared_bytes
     one_event, wait_one, _, arrive_one = ring(1)
     two_events, wait_two, wait_two_before, arrive_two = ring(2)
-    ds_event, wait_ds, _, arrive_ds = ring(config.ds_slots)
+    ds_event, wait_ds, _, arrive_ds = ring(DS_STAGES)
     q_event, wait_q, wait_q_before, arrive_q = ring(STAGES)
 
     K_MAJOR = u64(descriptor_constant())
@@ -557,7 +556,7 @@ def make_backward(config):
             before = others[0], others[3]
         count, head = u32(group * (end - begin)), i32(place[1] * group)
         if thread == 0:
-            for i in range(DS_COUNT):
+            for i in range(DS_STAGES):
                 mbarrier_init(ds_event(smem, DS_FULL, u32(i)), THREADS)
             for i in range(2):
                 mbarrier_init(two_events(smem, DQ_FULL, u32(i)), DQ_THREADS)
