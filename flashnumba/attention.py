@@ -332,14 +332,14 @@ def _backward(p, do, o, lse, dlse):
         from flashnumba.kernels import blas
 
         return blas.backward(do, dlse, p.q, p.k, p.v, o, lse, scale=p.scale, **p.mask())
-    dq, dk, dv = (arrays.allocate(p.xp, x.shape, x.dtype, p.layout) for x in (p.q, p.k, p.v))
-    new = [arrays.for_tma(x, copy=False) if p.wgmma else x for x in (dk, dv)]
-    for name, blocks, args in backward_calls(p, do, o, lse, dlse, dq, *new):
+    grads = [arrays.allocate(p.xp, x.shape, x.dtype, p.layout) for x in (p.q, p.k, p.v)]
+    new = [arrays.for_tma(x, copy=False) if p.wgmma else x for x in grads]
+    for name, blocks, args in backward_calls(p, do, o, lse, dlse, *new):
         _launch(p, name, blocks, *args)
-    for x, y in zip((dk, dv), new, strict=True):
+    for x, y in zip(grads, new, strict=True):
         if x is not y:
             x[...] = y
-    return dq, dk, dv
+    return tuple(grads)
 
 
 def _launch(p, name, blocks, *args):

@@ -199,7 +199,7 @@ class BackwardConfig:
     @property
     def registers(self):
         """A thread's registers as (producer, consumer); see WgmmaConfig."""
-        return 40, 232
+        return (56, 224) if self.head_dim == 64 else (40, 232)
 
     @property
     def q_bytes(self):
@@ -245,7 +245,7 @@ class BackwardConfig:
         dq_bytes = 2 * self.dq_bytes if self.staged else 0
         p_and_ds = self.ds_slots * (1 + self.shared_keys) * self.ds_bytes
         # lse and delta, flags of keys that are not finite, barriers
-        small = self.stages * (8 * self.block_m + 48) + 4 * self.block_n + 64 + 8 * self.ds_slots
+        small = self.stages * (8 * self.block_m + 48) + 4 * self.block_n + 128 + 8 * self.ds_slots
         return tiles + p_and_ds + dq_bytes + small
 
 

@@ -96,21 +96,26 @@ def _backward_wgmma(p, do, o, lse, dlse, dq, dk, dv):
     turns = p.xp.empty((batch, heads_q, tiles), np.int32)
     q_map, do_map, o_map = (TensorMap(arrays.for_tma(x), config.block_m) for x in (p.q, do, o))
     k_map, v_map = (TensorMap(arrays.for_tma(x), config.block_n) for x in (p.k, p.v))
-    maps = q_map, k_map, v_map, do_map, TensorMap(dk, 16), TensorMap(dv, 16)
+    dq_map, dk_map, dv_map = TensorMap(dq, config.block_m), TensorMap(dk, 16), TensorMap(dv, 16)
+    maps = q_map, k_map, v_map, do_map, dk_map, dv_map
     scale_log2 = p.scale_log2 if p.scale >= 0 else -p.scale_log2
     window = min(p.left, FAR), min(p.right, FAR), p.upper_left
-    mask = p.q_lengths, p.kv_lengths, p.scale, scale_log2, *window
+    counter = np.zeros(2, np.int32) if p.simulated else runtime.COUNTER
+    mask = p.q_lengths, p.kv_lengths, counter, p.scale, scale_log2, *window
+    # A block stays on its multiprocessor. In the simulator one ends before the next begins, and
+    # might wait for its turn after that for ever.
+    at_once = 1 if p.simulated else runtime.multiprocessors()
     if p.deterministic and not p.masked:
-        at_once = 2 if p.simulated else runtime.multiprocessors()
         together = kv_heads_in_turn(batch, heads_kv, n_blocks, at_once)
     else:
         together = kv_heads_together(batch, heads_q, heads_kv, seqlen_q, config.head_dim, p.masked)
-    sizes = n_blocks, together, seqlen_q, seqlen_kv, heads_kv
+    works = batch * heads_kv * n_blocks
+    sizes = works, n_blocks, together, seqlen_q, seqlen_kv, heads_kv
     before = do_map, o_map, lse, dlse, p.q_lengths, rows, parts, turns
     return [
         ("prepare", batch * heads_q * tiles, before),
-        ("backward", batch * heads_kv * n_blocks, (rows, parts, turns, *maps, *mask, *sizes)),
-        ("convert", batch * heads_q * tiles, (parts, dq, p.scale)),
+        ("backward", min(works, at_once), (rows, parts, turns, *maps, *mask, *sizes)),
+        ("convert", batch * heads_q * tiles, (parts, dq_map, seqlen_q, p.scale)),
     ]
 
 

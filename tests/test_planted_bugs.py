@@ -39,7 +39,7 @@ LINES = {
 }
 
 
-S_MASK = "hide(s, warp, place[0], m_block, seen)"
+S_MASK = "hide(s, smem, warp, m_block, window)"
 DS_THERE = "arrive_ds(smem, DS_FULL, n)"
 TURN = "st_release_u32(turns[b, head], u32(m_block), u32(n_block + 1))\n"
 DQ = "gemm_dq(dq, descriptor(DS_MN, ds_tile), descriptor(KV_MN, k_columns))"
@@ -59,6 +59,13 @@ OF_BACKWARD = {
     "p not masked": (S_MASK, "pass"),
     "dk not scaled": ("dk_acc[i] *= scale\n", NOTHING),
     "dv not cleared": ("zero_acc(dv_acc)\n", NOTHING),
+    "K replaced too early": (
+        "wait_one_before(smem, KV_EMPTY, turn)\n            describe",
+        "describe",
+    ),
+    "dv where ds is still read": ("wait_one(smem, KV_EMPTY, turn)\n", NOTHING),
+    "ds where dv still leaves from": ("wait_stores()  # of the work before", "pass  # "),
+    "the next work's tiles counted from 0": ("n = consume_tiles(", "consume_tiles("),
     "k of the other columns": (DQ, DQ.replace("k_columns", "smem")),
 }
 

@@ -42,10 +42,10 @@ def scores(dtype, columns):
         """Halves as `to_halves` packs them to this warp's 16 rows of a tile of 64 columns."""
         lane = u32(lane_index())
         start = (lane & u32(15)) << u32(7) | lane & u32(16) | column0 * u32(2)
-        start = tile + u32(swizzle128(start))
+        start = u32(tile + u32(swizzle128(start)))
         for i in range(columns // 16):
             x = 4 * i
-            stmatrix_x4(start ^ u32(32 * i), p[x], p[x + 1], p[x + 2], p[x + 3])
+            stmatrix_x4(u32(start ^ u32(32 * i)), p[x], p[x + 1], p[x + 2], p[x + 3])
 
     return mask, to_halves, halves_to_shared
 
@@ -79,11 +79,11 @@ def output(dtype, head_dim):
         `subtile_bytes` from one sub-tile of 64 columns to the next.
         """
         lane = u32(lane_index())
-        start = tile + u32(swizzle128((lane & u32(15)) << u32(7) | lane & u32(16)))
+        start = u32(tile + u32(swizzle128((lane & u32(15)) << u32(7) | lane & u32(16))))
         for i in range(columns // 16):
             x = column0 // 2 + 8 * i
             stmatrix_x4(
-                (start ^ u32(i % 4 * 32)) + u32(i // 4 * subtile_bytes),
+                u32((start ^ u32(i % 4 * 32)) + u32(i // 4 * subtile_bytes)),
                 pack(acc[x], acc[x + 1]),
                 pack(acc[x + 2], acc[x + 3]),
                 pack(acc[x + 4], acc[x + 5]),

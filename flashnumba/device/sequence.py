@@ -53,6 +53,23 @@ def place(work, group, heads, m_blocks):
     return u32(m_blocks - 1 - work // size), u32(first + work % size)
 
 
+@inlined
+def next_work(counter):
+    """What a warp's block works on after its first work, whose number is that of the block."""
+    work = i32(0)
+    if lane_index() == 0:
+        work = i32(cuda.atomic.add(counter, 0, 1) + i32(cuda.gridDim.x))
+    return cuda.shfl_sync(ALL_LANES, work, 0)
+
+
+@inlined
+def leave_works(counter):
+    """The last block to end leaves the counter as it was: zeros."""
+    if lane_index() == 0 and cuda.atomic.add(counter, 1, 1) == cuda.gridDim.x - 1:
+        counter[0] = 0
+        counter[1] = 0
+
+
 @cache
 def descriptions(at, slots, block_m, block_n):
     """(find, describe, write, field, tiles_of, masked) of works in `slots` slots from byte `at`."""

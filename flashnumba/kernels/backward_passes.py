@@ -13,18 +13,18 @@ from numba.cuda import types
 from flashnumba.config import Kernel
 from flashnumba.device import inlined
 from flashnumba.device.copy import copies
+from flashnumba.device.fragment import output
 from flashnumba.device.sequence import length
 from flashnumba.device.tile import number
 from flashnumba.ptx.barrier import (
     fence_mbarrier_init,
-    mbarrier_arrive_expect_tx,
     mbarrier_init,
     mbarrier_wait,
 )
 from flashnumba.ptx.layout import swizzle128
-from flashnumba.ptx.shared import cvta_to_shared, ld_shared_f32, ld_shared_v4_u32
+from flashnumba.ptx.memory import ld_global_v4_f32
+from flashnumba.ptx.shared import cvta_to_shared, fence_proxy_async, ld_shared_v4_u32
 from flashnumba.ptx.thread import cvt_f32_f16
-from flashnumba.ptx.tma import cp_async_bulk_load
 
 ALL_LANES = 0xFFFFFFFF
 THREADS = 256
@@ -105,40 +105,38 @@ def make_prepare(config):
 
 @cache
 def make_convert(config):
-    """dq = scale times what was added up.
+    """dq = scale times what was added up. A thread has what a consumer's thread had, and all write
+    it to shared memory as a consumer writes dk, for one bulk store."""
+    BLOCK_M, D, COLUMNS = config.block_m, config.head_dim, config.dq_columns
+    SIZE, SUBTILE = COLUMNS // 2, i32(128 * BLOCK_M)
+    THREADS = 128 * (D // COLUMNS)  # those columns are of one consumer, or of one after the other
+    _, _, to_shared = output(config.dtype, COLUMNS)
+    see_map, _, store_rows, wait_stores = copies(D, True)
 
-    A tile's columns are those of one consumer, or of one after the other (`config.dq_columns`).
-    """
-    BLOCK_M, D, COLUMNS = config.block_m, config.head_dim, u32(config.dq_columns)
-    ROWS, QUARTERS, BYTES = THREADS // D, u32(2048 * D // COLUMNS), u32(4 * BLOCK_M * D)
-    BARRIER, ZERO, ONE = u32(BYTES), u32(0), u32(1)
-    _, narrow, _ = number(config.dtype)
-
-    def convert(parts, dq, scale):
-        smem = cvta_to_shared(cuda.shared.array(0, np.uint8, alignment=128))
+    def convert(parts, dq_map, seqlen, scale):
+        smem = cvta_to_shared(cuda.shared.array(0, np.uint8, alignment=1024))
         thread, (m_block, h, b) = u32(cuda.threadIdx.x), place(parts)
-        if thread == ZERO:
-            mbarrier_init(smem + BARRIER, ONE)
-            fence_mbarrier_init()
-            mbarrier_arrive_expect_tx(smem + BARRIER, BYTES)
-            cp_async_bulk_load(smem, parts[b, h, m_block], BYTES, smem + BARRIER)
+        acc, x = cuda.local.array(SIZE, np.float32), cuda.local.array(4, np.float32)
+        for i in range(SIZE // 4):
+            ld_global_v4_f32(x, parts[b, h, m_block], u32(thread + u32(THREADS * i)))
+            for j in range(4):
+                acc[4 * i + j] = x[j] * scale
+        warp = thread // u32(32)
+        row, column = warp % u32(4) * u32(16), warp // u32(4) * u32(COLUMNS)
+        tile = smem + row * u32(128) + column // u32(64) * u32(SUBTILE)
+        to_shared(acc, tile, i32(0), i32(COLUMNS), SUBTILE)
+        fence_proxy_async()
         cuda.syncthreads()
-        mbarrier_wait(smem + BARRIER, ZERO)
-        # A thread has one column; where its part of a row is in the fragments (device/fragment.py).
-        column, row0 = thread % u32(D), thread // u32(D)
-        start = u32(smem + column % COLUMNS // u32(8) * QUARTERS + column // COLUMNS * u32(2048))
-        start = u32(start + column % u32(8) // u32(2) * u32(16) + column % u32(2) * u32(4))
-        row_end = u32(dq.shape[1] - i64(m_block * BLOCK_M))
-        if column < u32(dq.shape[3]):
-            for i in range(BLOCK_M // ROWS):
-                row = u32(row0 + u32(i * ROWS))
-                if row < row_end:
-                    at = row // u32(64) * u32(2048) + row % u32(64) // u32(16) * u32(512)
-                    at += row % u32(8) * u32(64) + row % u32(16) // u32(8) * u32(8)
-                    value = ld_shared_f32(u32(start + at))
-                    dq[b, m_block * BLOCK_M + row, h, column] = narrow(value * scale)
+        if warp == 0:
+            see_map(dq_map)
+            row0 = i32(m_block * u32(BLOCK_M))
+            store_rows(
+                None, dq_map, smem, SUBTILE, i32(D), row0, seqlen, i32(0), i32(h), i32(b)
+            )  # fmt: skip
+            wait_stores()  # shared memory lives no longer than the block
 
-    x = types.Array(STORED[config.dtype], 4, "A")
-    signature = types.void(types.Array(types.float32, 4, "C"), x, types.float32)
-    key, shared_bytes = f"backward convert {config}", int(BYTES) + 8
+    signature = types.void(
+        types.Array(types.float32, 4, "C"), types.uint64, types.int32, types.float32
+    )
+    key, shared_bytes = f"backward convert {config}", 2 * BLOCK_M * D
     return Kernel(key, convert, signature, THREADS, shared_bytes)

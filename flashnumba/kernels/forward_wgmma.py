@@ -59,6 +59,8 @@ from flashnumba.device.sequence import (
     WRITERS,
     alignment,
     descriptions,
+    leave_works,
+    next_work,
 )
 from flashnumba.device.softmax import online_softmax, row_sum
 from flashnumba.ptx.barrier import (
@@ -208,10 +210,7 @@ def make_forward(config):
             load_k(smem, turn, n, n_block, k, k_map)
             if OVERLAP:
                 load_last_v(smem, turn, n, v, v_map)
-            work = i32(0)
-            if lane == 0:
-                work = i32(cuda.atomic.add(counter, 0, 1) + i32(cuda.gridDim.x))
-            work = cuda.shfl_sync(ALL_LANES, work, 0)
+            work = next_work(counter)
             while n_block > field(smem, turn, BEGIN):
                 load_k(smem, turn, u32(n + ONE), i32(n_block - 1), k, k_map)
                 load_v(smem, turn, n, n_block, v, v_map)
@@ -228,10 +227,7 @@ def make_forward(config):
             arrive_work(smem, WORK_FULL, turn)
         if OVERLAP:
             load_last_v(smem, turn, n, v, v_map)
-        # The last block to end leaves the counter as it was: zeros.
-        if lane == 0 and cuda.atomic.add(counter, 1, 1) == cuda.gridDim.x - 1:
-            counter[0] = 0
-            counter[1] = 0
+        leave_works(counter)
 
     # --- warps 1 and 2: guard ------------------------------------------------------------
 

@@ -2,9 +2,15 @@
 
 import numpy as np
 
-from flashnumba.ptx._asm import address, f32, u32
+from flashnumba.ptx._asm import address, f32, u32, writes
 from flashnumba.ptx._instruction import instruction
 from flashnumba.simulate import current_block, wait_until
+
+
+@instruction("{{ .reg .u64 at; mad.wide.u32 at, {i}, 16, {source}; ld.global.v4.f32 {x}, [at]; }}")
+def ld_global_v4_f32(x: writes(f32, 4), source: address, i: u32):
+    """x = four float32 of an array, the first of which is number 4 i."""
+    x[:4] = source[4 * int(i) : 4 * int(i) + 4]
 
 
 @instruction(
