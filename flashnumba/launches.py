@@ -13,6 +13,7 @@ from flashnumba.config import (
 )
 from flashnumba.tensormap import TensorMap
 
+PASSES_AT_ONCE = 4  # blocks of a pass over memory on a multiprocessor
 FAR = 1 << 30  # further than any key is from any query here, and small enough for 32 bits
 
 
@@ -111,11 +112,13 @@ def _backward_wgmma(p, do, o, lse, dlse, dq, dk, dv):
         together = kv_heads_together(batch, heads_q, heads_kv, seqlen_q, config.head_dim, p.masked)
     works = batch * heads_kv * n_blocks
     sizes = works, n_blocks, together, seqlen_q, seqlen_kv, heads_kv
-    before = do_map, o_map, lse, dlse, p.q_lengths, rows, parts, turns
+    m_works = batch * heads_q * tiles
+    m_at_once = min(m_works, PASSES_AT_ONCE * at_once)
+    before = do_map, o_map, lse, dlse, p.q_lengths, rows, parts, turns, m_works
     return [
-        ("prepare", batch * heads_q * tiles, before),
+        ("prepare", m_at_once, before),
         ("backward", min(works, at_once), (rows, parts, turns, *maps, *mask, *sizes)),
-        ("convert", batch * heads_q * tiles, (parts, dq_map, seqlen_q, p.scale)),
+        ("convert", m_at_once, (parts, dq_map, seqlen_q, p.scale, m_works)),
     ]
 
 

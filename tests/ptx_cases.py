@@ -36,6 +36,7 @@ from flashnumba.ptx.barrier import (
 from flashnumba.ptx.layout import descriptor_constant, k_major, mn_major, swizzle128
 from flashnumba.ptx.memory import (
     fence_proxy_async_global,
+    ld_global_v4_f32,
     red_global_add_v4_f32,
     st_release_u32,
     wait_acquire_u32,
@@ -434,14 +435,14 @@ def make_tma():
 
 
 def make_bulk():
-    """Rows are loaded in bulk, read by 4 and 8 bytes, and added to rows elsewhere in three ways."""
+    """Rows are loaded in bulk, read in three ways, and added to rows elsewhere in three."""
     ROWS, SIZE = 5, 512  # of numbers
     BYTES, OUT_AT, FULL_AT = 4 * SIZE, 4 * SIZE, 8 * SIZE
 
     def kernel(x, to, by_4, by_8, y, z, flags, seen):
         smem = cvta_to_shared(cuda.shared.array(0, np.uint8, alignment=1024))
         t = i32(cuda.threadIdx.x)
-        pair = cuda.local.array(2, np.float32)
+        pair, four = cuda.local.array(2, np.float32), cuda.local.array(4, np.float32)
         full, out = smem + u32(FULL_AT), smem + u32(OUT_AT)
         if t == 0:
             mbarrier_init(full, u32(1))
@@ -459,16 +460,14 @@ def make_bulk():
                 by_8[n, 2 * t + 256 * i], by_8[n, 2 * t + 256 * i + 1] = pair[0], pair[1]
             for i in range(4):
                 by_4[n, t + 128 * i] = ld_shared_f32(smem + u32(4 * t + 512 * i))
-            at = 4 * t
-            st_shared_v4_f32(out + u32(16 * t), x[n, at], x[n, at + 1], x[n, at + 2], x[n, at + 3])
+            ld_global_v4_f32(four, x[n], u32(t))
+            st_shared_v4_f32(out + u32(16 * t), four[0], four[1], four[2], four[3])
             fence_proxy_async()
             cuda.syncthreads()
             if t == 0:
                 cp_reduce_async_bulk_add_f32(y[to[n]], out, u32(BYTES))
                 cp_async_bulk_commit_group()
-            red_global_add_v4_f32(
-                z[to[n]], u32(127 - t), x[n, at], x[n, at + 1], x[n, at + 2], x[n, at + 3]
-            )
+            red_global_add_v4_f32(z[to[n]], u32(127 - t), four[0], four[1], four[2], four[3])
             cuda.syncthreads()
         if t == 0:
             cp_async_bulk_wait_group()
@@ -490,7 +489,7 @@ def make_bulk():
     rows = types.Array(types.float32, 2, "C")
     kinds = [rows, types.Array(types.int64, 1, "A"), *[rows] * 4, words(), words()]
     kernel = kernel_of("bulk", kernel, kinds, 128, FULL_AT + 1024, "a")
-    machine = {"UBLKCP": 1, "UBLKRED": 1, "RED": 1, "STS": 1, "LDS": 2}
+    machine = {"UBLKCP": 1, "UBLKRED": 1, "LDG": 1, "RED": 1, "STS": 1, "LDS": 2}
     return Case(kernel, operands, dict.fromkeys(range(2, 8), exact), machine)
 
 

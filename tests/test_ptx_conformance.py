@@ -112,6 +112,7 @@ OPERATIONS = {
     0x108: "MUFU",
     0x11A: "DEPBAR",
     0x11D: "BAR",
+    0x181: "LDG",
     0x184: "LDS",
     0x188: "STS",
     0x1A6: "RED",

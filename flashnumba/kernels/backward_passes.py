@@ -1,7 +1,8 @@
 """Before and after the Hopper backward: what is read once a row, and dQ as the array it becomes.
 
 Both are bound by memory. Scratch is float32 by tiles of `block_m` queries: per query the logarithm
-of its denominator and delta; per tile dQ in the order in which threads hold it. A block has a tile.
+of its denominator and delta; per tile dQ in the order in which threads hold it. A block takes one
+tile after another.
 """
 
 from functools import cache
@@ -34,10 +35,9 @@ STORED = {"float16": types.float16, "bfloat16": types.uint16}
 
 
 @inlined
-def place(parts):
-    """(m_block, h, b) of this block, which has one tile of queries."""
+def place(parts, work):
+    """(m_block, h, b) of a work, a tile of queries."""
     tiles, heads = u32(parts.shape[2]), u32(parts.shape[1])
-    work = u32(cuda.blockIdx.x)
     head = u32(work // tiles)
     return work % tiles, head % heads, u32(head // heads)
 
@@ -54,51 +54,56 @@ def make_prepare(config):
     see_map, load_tile, _, _ = copies(D, True)
     widen = cvt_f32_f16 if config.dtype == "float16" else number("bfloat16")[0]  # of the lower half
 
-    def prepare(do_map, o_map, lse, dlse, q_lengths, rows, dq, turns):
+    def prepare(do_map, o_map, lse, dlse, q_lengths, rows, dq, turns, works):
         smem = cvta_to_shared(cuda.shared.array(0, np.uint8, alignment=1024))
-        thread, (m_block, h, b) = u32(cuda.threadIdx.x), place(dq)
-        row0, full = i32(m_block * BLOCK_M), smem + BARRIER
+        thread, work, phase = u32(cuda.threadIdx.x), u32(cuda.blockIdx.x), u32(0)
+        row, part, full = thread // u32(PARTS), thread % u32(PARTS), u32(smem + BARRIER)
+        x, y = cuda.local.array(4, np.uint32), cuda.local.array(4, np.uint32)
         if thread == 0:
             mbarrier_init(full, u32(2))
             fence_mbarrier_init()
-            turns[b, h, m_block] = 0
-        cuda.syncthreads()
         if thread < 32:
             see_map(do_map)
             see_map(o_map)
-            load_tile(smem, None, do_map, full, BLOCK_M, row0, h, b)
-            load_tile(smem + u32(BYTES), None, o_map, full, BLOCK_M, row0, h, b)
-        tile = dq[b, h, m_block]
-        for i in range(BLOCK_M * D // THREADS):
-            tile[i * THREADS + thread] = ZERO
-        mbarrier_wait(full, u32(0))
-        row, part = thread // u32(PARTS), thread % u32(PARTS)
-        x, y = cuda.local.array(4, np.uint32), cuda.local.array(4, np.uint32)
-        delta, log_l = ZERO, INF
-        for i in range(D // 8 // PARTS):
-            column = u32(part + u32(PARTS * i))  # of 16 bytes
-            at = smem + u32(swizzle128(row * u32(128) | column % u32(8) * u32(16)))
-            at = u32(at + column // u32(8) * u32(128 * BLOCK_M))
-            ld_shared_v4_u32(x, at)
-            ld_shared_v4_u32(y, u32(at + u32(BYTES)))
-            for j in range(4):
-                delta += widen(x[j]) * widen(y[j])
-                delta += widen(x[j] >> u32(16)) * widen(y[j] >> u32(16))
-        delta += cuda.shfl_xor_sync(ALL_LANES, delta, 1)
-        delta += cuda.shfl_xor_sync(ALL_LANES, delta, 2)
-        query = i32(row0 + row)
-        seen = query < length(q_lengths, b, lse.shape[2]) and lse[b, h, query] != -INF
-        if seen:
-            log_l = lse[b, h, query] * LOG2_E
-            if dlse.shape[2] > 0:
-                delta -= dlse[b, h, query]
-        if part == 0:
-            rows[b, h, m_block, row] = log_l
-            rows[b, h, m_block, BLOCK_M + row] = delta if seen else ZERO
+        while work < works:
+            cuda.syncthreads()  # the tile before has been read
+            m_block, h, b = place(dq, work)
+            row0 = i32(m_block * BLOCK_M)
+            if thread < 32:
+                load_tile(smem, None, do_map, full, BLOCK_M, row0, h, b)
+                load_tile(smem + u32(BYTES), None, o_map, full, BLOCK_M, row0, h, b)
+            if thread == 0:
+                turns[b, h, m_block] = 0
+            tile = dq[b, h, m_block]
+            for i in range(BLOCK_M * D // THREADS):
+                tile[i * THREADS + thread] = ZERO
+            mbarrier_wait(full, phase)
+            delta, log_l = ZERO, INF
+            for i in range(D // 8 // PARTS):
+                column = u32(part + u32(PARTS * i))  # of 16 bytes
+                at = smem + u32(swizzle128(row * u32(128) | column % u32(8) * u32(16)))
+                at = u32(at + column // u32(8) * u32(128 * BLOCK_M))
+                ld_shared_v4_u32(x, at)
+                ld_shared_v4_u32(y, u32(at + u32(BYTES)))
+                for j in range(4):
+                    delta += widen(x[j]) * widen(y[j])
+                    delta += widen(x[j] >> u32(16)) * widen(y[j] >> u32(16))
+            delta += cuda.shfl_xor_sync(ALL_LANES, delta, 1)
+            delta += cuda.shfl_xor_sync(ALL_LANES, delta, 2)
+            query = i32(row0 + row)
+            seen = query < length(q_lengths, b, lse.shape[2]) and lse[b, h, query] != -INF
+            if seen:
+                log_l = lse[b, h, query] * LOG2_E
+                if dlse.shape[2] > 0:
+                    delta -= dlse[b, h, query]
+            if part == 0:
+                rows[b, h, m_block, row] = log_l
+                rows[b, h, m_block, BLOCK_M + row] = delta if seen else ZERO
+            work, phase = u32(work + cuda.gridDim.x), phase ^ u32(1)
 
     r, rows = types.Array(types.float32, 3, "A"), types.Array(types.float32, 4, "C")
     n, turns = types.Array(types.int64, 1, "A"), types.Array(types.int32, 3, "C")
-    signature = types.void(types.uint64, types.uint64, r, r, n, rows, rows, turns)
+    signature = types.void(types.uint64, types.uint64, r, r, n, rows, rows, turns, types.uint32)
     key, shared_bytes = f"backward prepare {config}", 2 * BYTES + 8
     return Kernel(key, prepare, signature, THREADS, shared_bytes)
 
@@ -113,30 +118,35 @@ def make_convert(config):
     _, _, to_shared = output(config.dtype, COLUMNS)
     see_map, _, store_rows, wait_stores = copies(D, True)
 
-    def convert(parts, dq_map, seqlen, scale):
+    def convert(parts, dq_map, seqlen, scale, works):
         smem = cvta_to_shared(cuda.shared.array(0, np.uint8, alignment=1024))
-        thread, (m_block, h, b) = u32(cuda.threadIdx.x), place(parts)
+        thread, work = u32(cuda.threadIdx.x), u32(cuda.blockIdx.x)
         acc, x = cuda.local.array(SIZE, np.float32), cuda.local.array(4, np.float32)
-        for i in range(SIZE // 4):
-            ld_global_v4_f32(x, parts[b, h, m_block], u32(thread + u32(THREADS * i)))
-            for j in range(4):
-                acc[4 * i + j] = x[j] * scale
         warp = thread // u32(32)
         row, column = warp % u32(4) * u32(16), warp // u32(4) * u32(COLUMNS)
-        tile = smem + row * u32(128) + column // u32(64) * u32(SUBTILE)
-        to_shared(acc, tile, i32(0), i32(COLUMNS), SUBTILE)
-        fence_proxy_async()
-        cuda.syncthreads()
+        own = u32(smem + row * u32(128) + column // u32(64) * u32(SUBTILE))
         if warp == 0:
             see_map(dq_map)
-            row0 = i32(m_block * u32(BLOCK_M))
-            store_rows(
-                None, dq_map, smem, SUBTILE, i32(D), row0, seqlen, i32(0), i32(h), i32(b)
-            )  # fmt: skip
-            wait_stores()  # shared memory lives no longer than the block
+        while work < works:
+            m_block, h, b = place(parts, work)
+            for i in range(SIZE // 4):
+                ld_global_v4_f32(x, parts[b, h, m_block], u32(thread + u32(THREADS * i)))
+                for j in range(4):
+                    acc[4 * i + j] = x[j] * scale
+            cuda.syncthreads()  # the tile before has left shared memory
+            to_shared(acc, own, i32(0), i32(COLUMNS), SUBTILE)
+            fence_proxy_async()
+            cuda.syncthreads()
+            if warp == 0:
+                row0 = i32(m_block * u32(BLOCK_M))
+                store_rows(
+                    None, dq_map, smem, SUBTILE, i32(D), row0, seqlen, i32(0), i32(h), i32(b)
+                )  # fmt: skip
+                wait_stores()
+            work = u32(work + cuda.gridDim.x)
 
     signature = types.void(
-        types.Array(types.float32, 4, "C"), types.uint64, types.int32, types.float32
+        types.Array(types.float32, 4, "C"), types.uint64, types.int32, types.float32, types.uint32
     )
     key, shared_bytes = f"backward convert {config}", 2 * BLOCK_M * D
     return Kernel(key, convert, signature, THREADS, shared_bytes)

@@ -538,8 +538,18 @@ def make_backward(config):
         arrive_ds(smem, DS_FULL, n)
 
     @inlined
+    def await_guards(smem, turn):
+        """Whether some key is not finite, which its scores have to be told, and dq not."""
+        wait_one(smem, KV_READY, turn)
+        if not masked(smem):
+            return False
+        flags = u32(smem + FLAGS_AT + u32(4 * BLOCK_N))
+        found = ld_shared_u32(flags) | ld_shared_u32(u32(flags + u32(4)))
+        return uniform(i32(found)) != 0
+
+    @inlined
     def consume_tiles(
-        smem, warp, start, dq_parts, window, scale_log2, dk_acc, dv_acc
+        smem, warp, turn, start, dq_parts, window, scale_log2, dk_acc, dv_acc
     ):  # fmt: skip
         """dk and dv of a tile of keys, and what it adds to dq."""
         s = cuda.local.array(S_SIZE, np.float32)
@@ -552,14 +562,14 @@ def make_backward(config):
         columns = u32(0)  # of dk and dv, in Q and dO
         if SHARED:
             columns = (consumer_of(warp) * u32(COLUMNS) >> u32(6)) * u32(Q_SUBTILE)
-        poisoned = False
-        if masked(smem):
-            flags = u32(smem + FLAGS_AT + u32(4 * BLOCK_N))
-            found = ld_shared_u32(flags) | ld_shared_u32(u32(flags + u32(4)))
-            poisoned = i32(cuda.shfl_sync(ALL_LANES, i32(found), 0)) != 0
         b, head = uniform(field(smem, BATCH)), uniform(field(smem, HEAD))
         begin, end = uniform(field(smem, BEGIN)), uniform(field(smem, END))
-        n, m_block, stop = start, i32(end - 1), u32(start + u32(uniform(field(smem, COUNT))))
+        poisoned, n, m_block, stop = (
+            False,
+            start,
+            i32(end - 1),
+            u32(start + u32(uniform(field(smem, COUNT)))),
+        )
         while n != stop:
             q_tile, do_tile, before = (
                 slot(u32(smem + Q_AT), n),
@@ -574,6 +584,8 @@ def make_backward(config):
             wait_q(smem, DO_READY, n)
             issue_scores(u32(smem + V_AT), warp, do_tile, dp)
             wgmma_commit_group()
+            if n == start:
+                poisoned = await_guards(smem, turn)
             probabilities_of(smem, warp, n, m_block, window, poisoned, s, p, scale_log2)
             if SHARED:
                 halves_to_shared(p, u32(smem + P_AT + own_rows(warp, n)), query0_of(warp))
@@ -638,10 +650,11 @@ def make_backward(config):
             see_map(dk_map)
             see_map(dv_map)
         n, turn = u32(0), u32(0)
-        wait_one(smem, KV_READY, turn)
+        wait_one(smem, KV_FULL, turn)
         while uniform(field(smem, N_BLOCK)) != NO_WORK:
             wait_stores()  # of the work before, which dS takes the place of
-            n = consume_tiles(smem, warp, n, dq_parts, window, scale_log2, dk_acc, dv_acc)
+            n = consume_tiles(smem, warp, turn, n, dq_parts, window, scale_log2, dk_acc, dv_acc)
+            wait_one(smem, KV_READY, turn)  # all have read what the work is, if it had no tiles too
             place = field(smem, N_BLOCK), field(smem, KV_HEAD), field(smem, BATCH)
             if not SHARED:  # K and V may be replaced; when nobody reads dS any more, it may too
                 arrive_one(smem, KV_EMPTY, turn)
@@ -654,7 +667,7 @@ def make_backward(config):
                 wait_stores()
                 arrive_one(smem, KV_EMPTY, turn)
             turn = u32(turn + ONE)
-            wait_one(smem, KV_READY, turn)
+            wait_one(smem, KV_FULL, turn)
         wait_stores()  # shared memory lives no longer than the block
 
     @inlined
