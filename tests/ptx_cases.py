@@ -37,7 +37,7 @@ from flashnumba.ptx.layout import descriptor_constant, k_major, mn_major, swizzl
 from flashnumba.ptx.memory import (
     fence_proxy_async_global,
     ld_global_v4_f32,
-    red_global_add_v4_f32,
+    red_global_add_f32,
     st_release_u32,
     wait_acquire_u32,
 )
@@ -55,7 +55,17 @@ from flashnumba.ptx.shared import (
     st_shared_v4_f32,
     stmatrix_x4,
 )
-from flashnumba.ptx.thread import cvt_bf16x2, cvt_f16x2, cvt_f32_f16, ex2, lg2, max_f32, opaque, rcp
+from flashnumba.ptx.thread import (
+    cvt_bf16x2,
+    cvt_f16x2,
+    cvt_f32_f16,
+    ex2,
+    lg2,
+    max_f32,
+    nanosleep,
+    opaque,
+    rcp,
+)
 from flashnumba.ptx.tma import (
     cp_async_bulk_commit_group,
     cp_async_bulk_load,
@@ -219,6 +229,7 @@ def make_thread():
             larger[i] = max_f32(a[i], b[i])
             half[i] = cvt_f16x2(a[i], b[i])
             wide[i] = cvt_f32_f16(a[i].view(np.uint32))
+            nanosleep(u32(20))
             bhalf[i] = opaque(cvt_bf16x2(a[i], b[i]))
 
     def operands(rng):
@@ -438,11 +449,13 @@ def make_bulk():
     """Rows are loaded in bulk, read in three ways, and added to rows elsewhere in three."""
     ROWS, SIZE = 5, 512  # of numbers
     BYTES, OUT_AT, FULL_AT = 4 * SIZE, 4 * SIZE, 8 * SIZE
+    red_global_add = red_global_add_f32(SIZE, 8, 64)
 
     def kernel(x, to, by_4, by_8, y, z, flags, seen):
         smem = cvta_to_shared(cuda.shared.array(0, np.uint8, alignment=1024))
         t = i32(cuda.threadIdx.x)
         pair, four = cuda.local.array(2, np.float32), cuda.local.array(4, np.float32)
+        eight = cuda.local.array(8, np.float32)
         full, out = smem + u32(FULL_AT), smem + u32(OUT_AT)
         if t == 0:
             mbarrier_init(full, u32(1))
@@ -467,7 +480,13 @@ def make_bulk():
             if t == 0:
                 cp_reduce_async_bulk_add_f32(y[to[n]], out, u32(BYTES))
                 cp_async_bulk_commit_group()
-            red_global_add_v4_f32(z[to[n]], u32(127 - t), four[0], four[1], four[2], four[3])
+            if t < 64:
+                for i in range(4):
+                    eight[i] = four[i]
+                ld_global_v4_f32(four, x[n], u32(t + 64))
+                for i in range(4):
+                    eight[4 + i] = four[i]
+                red_global_add(z, u32(to[n]), u32(63 - t), eight)
             cuda.syncthreads()
         if t == 0:
             cp_async_bulk_wait_group()
@@ -489,7 +508,7 @@ def make_bulk():
     rows = types.Array(types.float32, 2, "C")
     kinds = [rows, types.Array(types.int64, 1, "A"), *[rows] * 4, words(), words()]
     kernel = kernel_of("bulk", kernel, kinds, 128, FULL_AT + 1024, "a")
-    machine = {"UBLKCP": 1, "UBLKRED": 1, "LDG": 1, "RED": 1, "STS": 1, "LDS": 2}
+    machine = {"UBLKCP": 1, "UBLKRED": 1, "LDG": 1, "RED": 2, "STS": 1, "LDS": 2}
     return Case(kernel, operands, dict.fromkeys(range(2, 8), exact), machine)
 
 

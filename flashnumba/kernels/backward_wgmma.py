@@ -58,7 +58,7 @@ from flashnumba.ptx.barrier import (
 from flashnumba.ptx.layout import descriptor_constant, k_major, mn_major
 from flashnumba.ptx.memory import (
     fence_proxy_async_global,
-    red_global_add_v4_f32,
+    red_global_add_f32,
     st_release_u32,
     wait_acquire_u32,
 )
@@ -71,7 +71,7 @@ from flashnumba.ptx.shared import (
     st_shared_u32,
     st_shared_v4_f32,
 )
-from flashnumba.ptx.thread import ex2, opaque
+from flashnumba.ptx.thread import ex2, nanosleep, opaque
 from flashnumba.ptx.tma import (
     cp_async_bulk_commit_group,
     cp_async_bulk_load,
@@ -101,6 +101,7 @@ def make_backward(config):
     CONSUMERS, STAGES, DS_STAGES = config.consumers, config.stages, config.ds_slots
     SHARED, STAGED, DETERMINISTIC = config.shared_keys, config.staged, config.deterministic
     DEFERRED, LAGGING, ADDS = config.deferred, config.lagging, STAGED or DETERMINISTIC
+    BURST, STAGGER = config.dq_burst, u32(config.stagger)
     QUERIES = BLOCK_M // CONSUMERS if SHARED else BLOCK_M  # of s and dp, of one consumer
     COLUMNS = i32(D // CONSUMERS if SHARED else D)  # of dk and dv
     S_SIZE, P_SIZE = QUERIES // 2, QUERIES // 4
@@ -157,6 +158,7 @@ def make_backward(config):
         int(COLUMNS), config.dtype, p_steps, queries, b_mn_major=True, add=True
     )
     gemm_dq = wgmma_ss(COLUMNS_DQ, config.dtype, keys, keys, True, True)
+    red_global_add = red_global_add_f32(BLOCK_M * D, BURST, int(DQ_THREADS))
     wait_s, wait_last_s = wgmma_wait_group(1, S_SIZE), wgmma_wait_group(0, S_SIZE)
     wait_dq, wait_dq_alone = wgmma_wait_group(1, DQ_SIZE), wgmma_wait_group(0, DQ_SIZE)
     wait_acc, zero_acc = wgmma_wait_group(0, ACC_SIZE), zero(ACC_SIZE)
@@ -181,11 +183,6 @@ def make_backward(config):
         """The tile of queries before this one, after a head's first the last of the next head."""
         m_block = i32(m_block - 1)
         return (head, m_block) if m_block >= begin else (i32(head + 1), i32(end - 1))
-
-    @inlined
-    def step_back(head, m_block, begin, end):
-        m_block = i32(m_block + 1)
-        return (head, m_block) if m_block < end else (i32(head - 1), begin)
 
     @inlined
     def tiles_of(n_block, q_length, kv_length, offset, left, right):
@@ -245,8 +242,8 @@ def make_backward(config):
         return begin < field(smem, FULL_BEGIN) or field(smem, FULL_END) < end
 
     @inlined
-    def masked_tile(smem, m_block):
-        return not field(smem, FULL_BEGIN) <= m_block < field(smem, FULL_END)
+    def masked_tile(full, m_block):
+        return not full[0] <= m_block < full[1]
 
     # --- warp 0: load --------------------------------------------------------------------
 
@@ -478,29 +475,31 @@ def make_backward(config):
             arrive_q(smem, DO_EMPTY, n)
 
     @inlined
-    def add(smem, n, dq, dq_tile):
+    def add(smem, n, dq, dq_parts, tile):
         """dq to shared memory for warp 1 to add it, or to global memory at once."""
         part = u32(u32(cuda.threadIdx.x) - u32(128))
-        if DEFERRED:
-            part = part & u32(127)
         if STAGED:
+            part = u32(part & u32(127))
             wait_two_before(smem, DQ_EMPTY, n)
-        elif DETERMINISTIC:
-            wait_two(smem, DQ_EMPTY, n)
-        for i in range(DQ_SIZE // 4):
-            x, at = 4 * i, u32(part + u32(i) * DQ_THREADS)
-            if STAGED:
+            for i in range(DQ_SIZE // 4):
+                x, at = 4 * i, u32(part + u32(i) * DQ_THREADS)
                 at = u32(smem + DQ_AT + n % TWO * DQ_BYTES + at * u32(16))
                 st_shared_v4_f32(at, dq[x], dq[x + 1], dq[x + 2], dq[x + 3])
-            else:
-                red_global_add_v4_f32(dq_tile, at, dq[x], dq[x + 1], dq[x + 2], dq[x + 3])
-        if STAGED:
             fence_proxy_async()
-        if STAGED or DETERMINISTIC:
+        else:
+            if DETERMINISTIC:
+                wait_two(smem, DQ_EMPTY, n)
+            x_frag = cuda.local.array(BURST, np.float32)
+            for i in range(DQ_SIZE // BURST):
+                for j in range(BURST):
+                    x_frag[j] = dq[BURST * i + j]
+                first = u32(part + u32(BURST // 4 * i) * DQ_THREADS)
+                red_global_add(dq_parts, tile, first, x_frag)
+        if ADDS:
             arrive_two(smem, DQ_FULL, n)
 
     @inlined
-    def probabilities_of(smem, warp, n, m_block, window, poisoned, s, p, scale_log2):
+    def probabilities_of(smem, warp, n, m_block, full, window, poisoned, s, p, scale_log2):
         """s, when it has arrived, becomes p = e^(s - lse)."""
         lse = cuda.local.array(P_SIZE, np.float32)
         load_stats(smem, n, query0_of(warp), u32(0), lse)
@@ -512,12 +511,12 @@ def make_backward(config):
                 for x in range(2):
                     i = 4 * j + 2 * r + x
                     s[i] = ex2(s[i] * scale_log2 - lse[2 * j + x])
-        if masked_tile(smem, m_block):
+        if masked_tile(full, m_block):
             hide(s, smem, warp, m_block, window)
         to_halves(p, s)
 
     @inlined
-    def score_gradients_of(smem, warp, n, m_block, window, s, dp, ds):
+    def score_gradients_of(smem, warp, n, m_block, full, window, s, dp, ds):
         """ds = p (dp - delta), when dp has arrived; to shared memory, too."""
         delta = cuda.local.array(P_SIZE, np.float32)
         load_stats(smem, n, query0_of(warp), STATS, delta)
@@ -530,7 +529,7 @@ def make_backward(config):
                 for x in range(2):
                     i = 4 * j + 2 * r + x
                     dp[i] = s[i] * (dp[i] - delta[2 * j + x])
-        if masked_tile(smem, m_block):
+        if masked_tile(full, m_block):
             hide(dp, smem, warp, m_block, window)
         to_halves(ds, dp)
         halves_to_shared(ds, u32(smem + DS_AT + own_rows(warp, n)), query0_of(warp))
@@ -538,18 +537,8 @@ def make_backward(config):
         arrive_ds(smem, DS_FULL, n)
 
     @inlined
-    def await_guards(smem, turn):
-        """Whether some key is not finite, which its scores have to be told, and dq not."""
-        wait_one(smem, KV_READY, turn)
-        if not masked(smem):
-            return False
-        flags = u32(smem + FLAGS_AT + u32(4 * BLOCK_N))
-        found = ld_shared_u32(flags) | ld_shared_u32(u32(flags + u32(4)))
-        return uniform(i32(found)) != 0
-
-    @inlined
     def consume_tiles(
-        smem, warp, turn, start, dq_parts, window, scale_log2, dk_acc, dv_acc
+        smem, warp, start, dq_parts, window, scale_log2, dk_acc, dv_acc
     ):  # fmt: skip
         """dk and dv of a tile of keys, and what it adds to dq."""
         s = cuda.local.array(S_SIZE, np.float32)
@@ -562,20 +551,20 @@ def make_backward(config):
         columns = u32(0)  # of dk and dv, in Q and dO
         if SHARED:
             columns = (consumer_of(warp) * u32(COLUMNS) >> u32(6)) * u32(Q_SUBTILE)
-        b, head = uniform(field(smem, BATCH)), uniform(field(smem, HEAD))
+        poisoned = False
+        if masked(smem):
+            flags = u32(smem + FLAGS_AT + u32(4 * BLOCK_N))
+            found = ld_shared_u32(flags) | ld_shared_u32(u32(flags + u32(4)))
+            poisoned = i32(cuda.shfl_sync(ALL_LANES, i32(found), 0)) != 0
+        full = uniform(field(smem, FULL_BEGIN)), uniform(field(smem, FULL_END))
+        m_blocks = u32(dq_parts.shape[2])
+        head = i32(field(smem, BATCH) * i32(dq_parts.shape[1]) + field(smem, HEAD))
+        head, tile_before = uniform(head), u32(0)  # of all batches; the tile of queries before
         begin, end = uniform(field(smem, BEGIN)), uniform(field(smem, END))
-        poisoned, n, m_block, stop = (
-            False,
-            start,
-            i32(end - 1),
-            u32(start + u32(uniform(field(smem, COUNT)))),
-        )
+        n, m_block, stop = start, i32(end - 1), u32(start + u32(uniform(field(smem, COUNT))))
         while n != stop:
-            q_tile, do_tile, before = (
-                slot(u32(smem + Q_AT), n),
-                slot(u32(smem + DO_AT), n),
-                u32(n - ONE),
-            )
+            before, q_tile = u32(n - ONE), slot(u32(smem + Q_AT), n)
+            do_tile = slot(u32(smem + DO_AT), n)
             wait_q(smem, Q_READY, n)
             issue_scores(smem, warp, q_tile, s)
             wgmma_commit_group()
@@ -584,9 +573,7 @@ def make_backward(config):
             wait_q(smem, DO_READY, n)
             issue_scores(u32(smem + V_AT), warp, do_tile, dp)
             wgmma_commit_group()
-            if n == start:
-                poisoned = await_guards(smem, turn)
-            probabilities_of(smem, warp, n, m_block, window, poisoned, s, p, scale_log2)
+            probabilities_of(smem, warp, n, m_block, full, window, poisoned, s, p, scale_log2)
             if SHARED:
                 halves_to_shared(p, u32(smem + P_AT + own_rows(warp, n)), query0_of(warp))
             else:
@@ -595,14 +582,11 @@ def make_backward(config):
                 wgmma_commit_group()
             if DEFERRED and n != start:
                 give_tiles_back(smem, before)
-            score_gradients_of(smem, warp, n, m_block, window, s, dp, ds)
-            target = (head, m_block)
-            if DEFERRED or LAGGING:
-                target = step_back(head, m_block, begin, end)
-            dq_tile = dq_parts[b, target[0], target[1]]
+            score_gradients_of(smem, warp, n, m_block, full, window, s, dp, ds)
+            tile = u32(u32(head) * m_blocks + u32(m_block))
             if DEFERRED:
                 if n != start and computes_dq(warp, before):
-                    add(smem, before, dq, dq_tile)
+                    add(smem, before, dq, dq_parts, tile_before)
             else:
                 if SHARED:
                     wait_ds(smem, DS_FULL, n)
@@ -622,20 +606,19 @@ def make_backward(config):
             if not DEFERRED:
                 wait_dq(dq)
                 if not LAGGING:
-                    add(smem, n, dq, dq_tile)
+                    add(smem, n, dq, dq_parts, tile)
                 elif n != start:
-                    add(smem, before, dq, dq_tile)
+                    add(smem, before, dq, dq_parts, tile_before)
                 wait_acc(dk_acc)
                 give_tiles_back(smem, n)
-            n = u32(n + ONE)
+            tile_before, n = tile, u32(n + ONE)
             head, m_block = step(head, m_block, begin, end)
         if (DEFERRED or LAGGING) and n != start:
             if computes_dq(warp, u32(n - ONE)):
                 issue_dq(smem, warp, u32(n - ONE), True, dq)
                 wgmma_commit_group()
                 wait_dq_alone(dq)
-                target = step_back(head, m_block, begin, end)
-                add(smem, u32(n - ONE), dq, dq_parts[b, target[0], target[1]])
+                add(smem, u32(n - ONE), dq, dq_parts, tile_before)
         wait_acc(dk_acc)
         wait_acc(dv_acc)
         if DEFERRED and n != start:
@@ -650,11 +633,12 @@ def make_backward(config):
             see_map(dk_map)
             see_map(dv_map)
         n, turn = u32(0), u32(0)
-        wait_one(smem, KV_FULL, turn)
+        wait_one(smem, KV_READY, turn)
         while uniform(field(smem, N_BLOCK)) != NO_WORK:
+            if STAGGER and consumer_of(warp) == ONE:
+                nanosleep(STAGGER)
             wait_stores()  # of the work before, which dS takes the place of
-            n = consume_tiles(smem, warp, turn, n, dq_parts, window, scale_log2, dk_acc, dv_acc)
-            wait_one(smem, KV_READY, turn)  # all have read what the work is, if it had no tiles too
+            n = consume_tiles(smem, warp, n, dq_parts, window, scale_log2, dk_acc, dv_acc)
             place = field(smem, N_BLOCK), field(smem, KV_HEAD), field(smem, BATCH)
             if not SHARED:  # K and V may be replaced; when nobody reads dS any more, it may too
                 arrive_one(smem, KV_EMPTY, turn)
@@ -667,7 +651,7 @@ def make_backward(config):
                 wait_stores()
                 arrive_one(smem, KV_EMPTY, turn)
             turn = u32(turn + ONE)
-            wait_one(smem, KV_FULL, turn)
+            wait_one(smem, KV_READY, turn)
         wait_stores()  # shared memory lives no longer than the block
 
     @inlined

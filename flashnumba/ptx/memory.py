@@ -1,8 +1,8 @@
 """Global memory that several blocks write."""
 
-import numpy as np
+from functools import cache
 
-from flashnumba.ptx._asm import address, f32, u32, writes
+from flashnumba.ptx._asm import address, f32, reads, u32, writes
 from flashnumba.ptx._instruction import instruction
 from flashnumba.simulate import current_block, wait_until
 
@@ -13,13 +13,24 @@ def ld_global_v4_f32(x: writes(f32, 4), source: address, i: u32):
     x[:4] = source[4 * int(i) : 4 * int(i) + 4]
 
 
-@instruction(
-    "{{ .reg .u64 at; mad.wide.u32 at, {i}, 16, {target}; "
-    "red.global.add.v4.f32 [at], {{{x0}, {x1}, {x2}, {x3}}}; }}"
-)
-def red_global_add_v4_f32(target: address, i: u32, x0: f32, x1: f32, x2: f32, x3: f32):
-    """Add to four float32 of an array, the first of which is number 4 i; each is one atomic."""
-    target[4 * int(i) : 4 * int(i) + 4] += np.array([x0, x1, x2, x3], np.float32)
+@cache
+def red_global_add_f32(words, size, threads):
+    """Add a thread's `size` float32 to a tile of `words`, four neighbours every 4 `threads`.
+
+    `part` counts fours; each number is added by itself, atomically.
+    """
+    text = f"{{{{ .reg .u64 at; mad.wide.u32 at, {{tile}}, {4 * words}, {{target}};\n"
+    text += "mad.wide.u32 at, {part}, 16, at;\n"
+    for i in range(size // 4):
+        four = f"{{x_frag:{4 * i}:{4 * i + 4}}}"
+        text += f"red.global.add.v4.f32 [at + {16 * threads * i}], {four};\n"
+
+    @instruction(text + "}}")
+    def red_global_add_f32(target: address, tile: u32, part: u32, x_frag: reads(f32, size)):
+        fours = target.reshape(-1, words // 4, 4)[int(tile)]
+        fours[int(part) :: threads][: size // 4] += x_frag[:size].reshape(-1, 4)
+
+    return red_global_add_f32
 
 
 @instruction(

@@ -69,6 +69,11 @@ def opaque(a: u32) -> u32:
     return np.uint32(a)
 
 
+@instruction("nanosleep.u32 {ns};")
+def nanosleep(ns: u32):
+    """Do nothing for about `ns` nanoseconds, 0 to twice as many."""
+
+
 def _flushed(x):
     """Subnormal numbers become 0 of the same sign."""
     return np.copysign(np.float32(0), x) if abs(x) < np.finfo(np.float32).tiny else x
