@@ -238,8 +238,8 @@ class BackwardConfig:
     def dq_burst(self):
         """How many of a thread's numbers of dQ go to global memory with one address.
 
-        At head_dim 128 all at once hold up the other consumer: 4 at a time are 2 to 5% faster (H200,
-        T 1024 to 16384). At 256, where consumers keep in step, they are 2% slower.
+        At head_dim 128 all at once hold up the other consumer: 4 at a time are 2 to 5% faster
+        (H200, T 1024 to 16384). At 256, where consumers keep in step, they are 2% slower.
         """
         return 4 if self.lagging else self.block_m * self.dq_columns // 128
 
