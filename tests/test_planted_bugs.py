@@ -4,6 +4,7 @@ Each replaces one line of a kernel, or of what it calls, and runs it in the simu
 has not arrived, waits for ever, or is wrong.
 """
 
+import sys
 from types import ModuleType
 
 import numpy as np
@@ -13,7 +14,7 @@ from rule import assert_within_rule
 import flashnumba as fn
 from flashnumba import reference, simulate
 from flashnumba.device import fragment
-from flashnumba.kernels import backward_wgmma, forward_wgmma
+from flashnumba.kernels import backward_block, backward_wgmma, forward_wgmma
 
 WAITS = "wait_kv(smem, K_FULL, n_next)\n        wait_kv(smem, V_READY, n)\n"
 ISSUE = "issue_pv(smem, n, acc, p)\n\n"
@@ -108,14 +109,21 @@ def check_backward(make_backward, monkeypatch):
             assert_within_rule(*grads, np.float16, name)
 
 
-def broken(module, name, old, new):
-    """What makes the kernel, from the module's source with a line replaced wherever it stands."""
-    with open(module.__file__) as file:
-        source = file.read()
-    assert old in source
-    other = ModuleType("broken")
-    exec(compile(source.replace(old, new), module.__file__, "exec"), other.__dict__)
-    return getattr(other, name)
+def broken(monkeypatch, old, new, *modules):
+    """The last module, from sources with a line replaced wherever it stands.
+
+    It imports from the modules before it, which are replaced as well.
+    """
+    found = False
+    for module in modules:
+        with open(module.__file__) as file:
+            source = file.read()
+        found |= old in source
+        other = ModuleType(module.__name__)
+        exec(compile(source.replace(old, new), module.__file__, "exec"), other.__dict__)
+        monkeypatch.setitem(sys.modules, module.__name__, other)
+    assert found
+    return other
 
 
 FOUND = (simulate.SimulatorError, simulate.Deadlock, AssertionError)
@@ -131,16 +139,16 @@ def test_the_backward_without_a_bug(monkeypatch):
 
 @pytest.mark.parametrize("bug", LINES)
 def test_a_bug_in_the_forward_is_found(bug, monkeypatch):
-    make = broken(forward_wgmma, "make_forward", *LINES[bug])
+    module = broken(monkeypatch, *LINES[bug], forward_wgmma)
     with pytest.raises(FOUND):
-        check_forward(make, monkeypatch)
+        check_forward(module.make_forward, monkeypatch)
 
 
 @pytest.mark.parametrize("bug", OF_BACKWARD)
 def test_a_bug_in_the_backward_is_found(bug, monkeypatch):
-    make = broken(backward_wgmma, "make_backward", *OF_BACKWARD[bug])
+    module = broken(monkeypatch, *OF_BACKWARD[bug], backward_block, backward_wgmma)
     with pytest.raises(FOUND):
-        check_backward(make, monkeypatch)
+        check_backward(module.make_backward, monkeypatch)
 
 
 def test_a_wrong_swizzle_is_found(monkeypatch):
@@ -150,7 +158,7 @@ def test_a_wrong_swizzle_is_found(monkeypatch):
     fragment.output.cache_clear()
     try:
         with pytest.raises(FOUND):
-            make = broken(forward_wgmma, "make_forward", "o and lse.", "o and lse.")
-            check_forward(make, monkeypatch)
+            module = broken(monkeypatch, "o and lse.", "o and lse.", forward_wgmma)
+            check_forward(module.make_forward, monkeypatch)
     finally:
         fragment.output.cache_clear()

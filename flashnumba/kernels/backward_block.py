@@ -1,0 +1,332 @@
+"""A block of the Hopper backward, but for the warps that compute (those: backward_wgmma.py).
+
+What is where in shared memory, which keys and queries a work is, and the warps that load, add dq in
+global memory, and guard against what is not finite.
+"""
+
+from functools import cache
+from types import SimpleNamespace
+
+import numpy as np
+from numba import cuda
+
+from flashnumba.device import inlined
+from flashnumba.device.copy import copies
+from flashnumba.device.guard import guard
+from flashnumba.device.pipeline import lane_index, ring
+from flashnumba.device.sequence import leave_works, length, next_work
+from flashnumba.device.sequence import place as place_of_work
+from flashnumba.ptx.barrier import (
+    fence_mbarrier_init,
+    mbarrier_arrive_expect_tx,
+    mbarrier_init,
+)
+from flashnumba.ptx.memory import fence_proxy_async_global, st_release_u32, wait_acquire_u32
+from flashnumba.ptx.shared import ld_shared_u32, st_shared_u32
+from flashnumba.ptx.tma import (
+    cp_async_bulk_commit_group,
+    cp_async_bulk_load,
+    cp_async_bulk_wait_group,
+    cp_async_bulk_wait_group_read,
+    cp_reduce_async_bulk_add_f32,
+)
+from flashnumba.window import alignment, tiles
+
+i32, u32 = np.int32, np.uint32
+ONE, TWO, FOUR, NO_WORK = u32(1), u32(2), u32(4), i32(-1)
+
+
+@cache
+def layout(config):
+    """Where things are in shared memory, in bytes, and how many bytes a tile has.
+
+    K, V; Q, dO; dS, dQ, P; lse and delta; flags of keys that are not finite; the work; barriers.
+    """
+    to = SimpleNamespace()
+    to.KV_BYTES, to.Q_BYTES = u32(config.kv_bytes), u32(config.q_bytes)
+    to.DS_BYTES, to.DQ_BYTES = u32(config.ds_bytes), u32(config.dq_bytes)
+    to.STATS, to.STATS_BYTES = u32(4 * config.block_m), u32(8 * config.block_m)  # delta after lse
+    stages, ds_slots = config.stages, config.ds_slots
+    to.K, to.V = u32(0), to.KV_BYTES
+    to.Q = u32(to.V + to.KV_BYTES)
+    to.DO = u32(to.Q + stages * to.Q_BYTES)
+    to.DS = u32(to.DO + stages * to.Q_BYTES)
+    to.DQ = u32(to.DS + ds_slots * to.DS_BYTES)
+    to.P = u32(to.DQ + 2 * config.staged * config.dq_bytes)
+    to.LSE = u32(to.P + ds_slots * config.shared_keys * to.DS_BYTES)
+    to.FLAGS = u32(to.LSE + stages * to.STATS_BYTES)
+    to.WORK = u32(to.FLAGS + 4 * config.block_n + 8)
+    (
+        to.N_BLOCK, to.KV_HEAD, to.BATCH, to.HEAD, to.COUNT, to.BEGIN, to.FULL_BEGIN, to.FULL_END,
+        to.END, to.Q_LENGTH, to.KV_LENGTH, to.OFFSET, to.BEFORE_BEGIN, to.BEFORE_END,
+    ) = (u32(to.WORK + 4 * i) for i in range(14))  # fmt: skip
+    at = u32(to.WORK + 64)
+    to.KV_FULL, to.KV_READY, to.KV_EMPTY = (u32(at + 8 * i) for i in range(3))
+    to.DQ_FULL, to.DQ_EMPTY, to.DS_FULL = (u32(at + 24 + 16 * i) for i in range(3))
+    at = u32(to.DS_FULL + 8 * ds_slots)
+    to.Q_FULL, to.Q_READY, to.Q_EMPTY, to.DO_FULL, to.DO_READY, to.DO_EMPTY = (
+        u32(at + 8 * stages * i) for i in range(6)
+    )
+    assert to.DO_EMPTY + 8 * stages <= config.shared_bytes
+    return to
+
+
+@inlined
+def field(smem, i):
+    """A number of the work whose keys are there."""
+    return i32(ld_shared_u32(u32(smem + i)))
+
+
+@inlined
+def step(head, m_block, begin, end):
+    """The tile of queries before this one, after a head's first the last of the next head."""
+    m_block = i32(m_block - 1)
+    return (head, m_block) if m_block >= begin else (i32(head + 1), i32(end - 1))
+
+
+@cache
+def descriptions(config):
+    """(describe, masked): a work is a tile of keys of one head, and the queries that see it."""
+    to, BLOCK_M, BLOCK_N = layout(config), config.block_m, config.block_n
+    WORK, BEGIN, FULL_BEGIN, FULL_END, END = to.WORK, to.BEGIN, to.FULL_BEGIN, to.FULL_END, to.END
+    DETERMINISTIC = config.deterministic
+
+    @inlined
+    def tiles_of(n_block, q_length, kv_length, offset, left, right):
+        """(begin, full_begin, full_end, end) of the query tiles that see a block's keys."""
+        first = i32(n_block * BLOCK_N)
+        last = min(i32(first + BLOCK_N), kv_length) - 1
+        begin, full_begin, full_end, end = tiles(
+            first, last, -offset, right, left, q_length, BLOCK_M
+        )
+        full_end = i32(full_end) if first + BLOCK_N <= kv_length else i32(full_begin)
+        return i32(begin), i32(full_begin), full_end, i32(end)
+
+    @inlined
+    def describe(smem, work, lengths, window, sizes):
+        """Write down where a work is and which tiles of queries see its keys, by a warp."""
+        (q_lengths, kv_lengths), (left, right, upper_left) = lengths, window
+        blocks, together, seqlen_q, seqlen_kv, heads_kv, heads, group = sizes
+        last, head = place_of_work(u32(work), u32(together), u32(heads), u32(blocks))
+        n_block = i32(blocks - 1 - last)  # the first keys have the most queries under a causal mask
+        kv_h, b = i32(head % u32(heads_kv)), i32(head // u32(heads_kv))
+        q_length = i32(length(q_lengths, b, seqlen_q))
+        kv_length = i32(length(kv_lengths, b, seqlen_kv))
+        offset = i32(alignment(q_length, kv_length, upper_left))
+        begin, full_begin, full_end, end = tiles_of(
+            n_block, q_length, kv_length, offset, left, right
+        )
+        before = i32(0), i32(0)
+        if DETERMINISTIC and n_block > 0:
+            others = tiles_of(i32(n_block - 1), q_length, kv_length, offset, left, right)
+            before = others[0], others[3]
+        if lane_index() == 0:
+            i = WORK
+            for x in (
+                n_block, kv_h, b, i32(kv_h * group), i32(group * (end - begin)), begin, full_begin,
+                full_end, end, q_length, kv_length, offset, before[0], before[1],
+            ):  # fmt: skip
+                st_shared_u32(u32(smem + i), u32(x))
+                i = u32(i + FOUR)
+        cuda.syncwarp()
+
+    @inlined
+    def masked(smem):
+        """Whether some query that sees a key of the work does not see another."""
+        begin, end = field(smem, BEGIN), field(smem, END)
+        return begin < field(smem, FULL_BEGIN) or field(smem, FULL_END) < end
+
+    return describe, masked
+
+
+@cache
+def loader(config):
+    """What warp 0 does: it finds the works, and loads K and V, and tile after tile Q and dO."""
+    to, BLOCK_M, BLOCK_N = layout(config), config.block_m, config.block_n
+    KV_FULL, KV_EMPTY, Q_FULL, Q_EMPTY = to.KV_FULL, to.KV_EMPTY, to.Q_FULL, to.Q_EMPTY
+    DO_FULL, DO_EMPTY, N_BLOCK, KV_HEAD = to.DO_FULL, to.DO_EMPTY, to.N_BLOCK, to.KV_HEAD
+    BATCH, HEAD, BEGIN, END, COUNT = to.BATCH, to.HEAD, to.BEGIN, to.END, to.COUNT
+    V, Q, DO, LSE = to.V, to.Q, to.DO, to.LSE
+    SLOTS, Q_BYTES, STATS_BYTES = u32(config.stages), to.Q_BYTES, to.STATS_BYTES
+    M_ROWS, N_ROWS = i32(BLOCK_M), i32(BLOCK_N)
+    one_event, _, wait_one_before, arrive_one = ring(1)
+    q_event, _, wait_q_before, _ = ring(config.stages)
+    see_map, load_tile, _, _ = copies(config.head_dim, True)
+    describe, _ = descriptions(config)
+
+    @inlined
+    def load(smem, stats, maps, counter, works, lengths, window, sizes):
+        lane, n, turn, work = lane_index(), u32(0), u32(0), i32(cuda.blockIdx.x)
+        q_map, k_map, v_map, do_map = maps
+        for x_map in maps:
+            see_map(x_map)
+        while work < works:
+            wait_one_before(smem, KV_EMPTY, turn)
+            describe(smem, work, lengths, window, sizes)
+            kv_h, b, head = field(smem, KV_HEAD), field(smem, BATCH), field(smem, HEAD)
+            begin, end = field(smem, BEGIN), field(smem, END)
+            full, row0 = one_event(smem, KV_FULL, turn), i32(field(smem, N_BLOCK) * BLOCK_N)
+            load_tile(smem, None, k_map, full, N_ROWS, row0, kv_h, b)
+            load_tile(smem + V, None, v_map, full, N_ROWS, row0, kv_h, b)
+            m_block, stop = i32(end - 1), u32(n + u32(field(smem, COUNT)))
+            while n != stop:
+                row0 = i32(m_block * BLOCK_M)
+                wait_q_before(smem, Q_EMPTY, n)
+                full = q_event(smem, Q_FULL, n)
+                at = u32(smem + n % SLOTS * Q_BYTES)
+                load_tile(u32(at + Q), None, q_map, full, M_ROWS, row0, head, b)
+                if lane == 0:  # what is exp(s) divided by, and delta
+                    mbarrier_arrive_expect_tx(full, STATS_BYTES)
+                    stats_at = u32(smem + LSE + n % SLOTS * STATS_BYTES)
+                    cp_async_bulk_load(stats_at, stats[b, head, m_block], STATS_BYTES, full)
+                wait_q_before(smem, DO_EMPTY, n)
+                full = q_event(smem, DO_FULL, n)
+                load_tile(u32(at + DO), None, do_map, full, M_ROWS, row0, head, b)
+                n = u32(n + ONE)
+                head, m_block = step(head, m_block, begin, end)
+            work, turn = next_work(counter), u32(turn + ONE)
+        wait_one_before(smem, KV_EMPTY, turn)
+        if lane == 0:
+            st_shared_u32(u32(smem + N_BLOCK), u32(NO_WORK))
+            arrive_one(smem, KV_FULL, turn)
+            arrive_one(smem, KV_FULL, turn)
+        leave_works(counter)
+
+    return load
+
+
+@cache
+def adder(config):
+    """What warp 1 does: it adds dq from shared memory to global, or says whose turn it is."""
+    to, STAGED, DETERMINISTIC = layout(config), config.staged, config.deterministic
+    KV_FULL, KV_READY, DQ_FULL, DQ_EMPTY = to.KV_FULL, to.KV_READY, to.DQ_FULL, to.DQ_EMPTY
+    N_BLOCK, BATCH, HEAD, COUNT = to.N_BLOCK, to.BATCH, to.HEAD, to.COUNT
+    BEGIN, END, BEFORE_BEGIN, BEFORE_END = to.BEGIN, to.END, to.BEFORE_BEGIN, to.BEFORE_END
+    DQ, DQ_BYTES = to.DQ, to.DQ_BYTES
+    _, wait_one, _, arrive_one = ring(1)
+    _, wait_two, _, arrive_two = ring(2)
+
+    @inlined
+    def await_turn(turns, n_block, m_block, before):
+        """The block of the keys before these has added its dq, if it has any."""
+        if before[0] <= m_block < before[1]:
+            wait_acquire_u32(turns, u32(m_block), u32(n_block))
+            fence_proxy_async_global()
+
+    @inlined
+    def add_tiles(smem, dq, turns):
+        """Two lanes, every other tile each; DQ_EMPTY says "there is room", or "it is your turn"."""
+        n, turn, n_block = u32(0), u32(0), i32(0)
+        while n_block != NO_WORK:
+            wait_one(smem, KV_FULL, turn)
+            n_block, b, head = field(smem, N_BLOCK), field(smem, BATCH), field(smem, HEAD)
+            begin, end = field(smem, BEGIN), field(smem, END)
+            stop = u32(n + u32(field(smem, COUNT)))
+            before = field(smem, BEFORE_BEGIN), field(smem, BEFORE_END)
+            arrive_one(smem, KV_READY, turn)
+            m_block = i32(end - 1)
+            if n_block == NO_WORK:
+                stop = n
+            if u32(lane_index()) != n & ONE:
+                n = u32(n + ONE)
+                head, m_block = step(head, m_block, begin, end)
+            while i32(stop - n) > 0 and lane_index() < 2:
+                if DETERMINISTIC:
+                    await_turn(turns[b, head], n_block, m_block, before)
+                if STAGED:
+                    wait_two(smem, DQ_FULL, n)
+                    at = u32(smem + DQ + n % TWO * DQ_BYTES)
+                    cp_reduce_async_bulk_add_f32(dq[b, head, m_block], at, DQ_BYTES)
+                    cp_async_bulk_commit_group()
+                    cp_async_bulk_wait_group_read()
+                arrive_two(smem, DQ_EMPTY, n)
+                if not STAGED:
+                    wait_two(smem, DQ_FULL, n)
+                if DETERMINISTIC:
+                    cp_async_bulk_wait_group()
+                    st_release_u32(turns[b, head], u32(m_block), u32(n_block + 1))
+                for _ in range(2):
+                    n = u32(n + ONE)
+                    head, m_block = step(head, m_block, begin, end)
+            cuda.syncwarp()
+            n, turn = stop, u32(turn + ONE)
+
+    return add_tiles
+
+
+@cache
+def guards(config):
+    """What warps 2 and 3 do: they guard tensor cores against what is not finite."""
+    to = layout(config)
+    KV_FULL, KV_READY, Q_FULL, Q_READY = to.KV_FULL, to.KV_READY, to.Q_FULL, to.Q_READY
+    DO_FULL, DO_READY, N_BLOCK, COUNT = to.DO_FULL, to.DO_READY, to.N_BLOCK, to.COUNT
+    Q, DO, LSE, FLAGS = to.Q, to.DO, to.LSE, to.FLAGS
+    SLOTS, Q_BYTES, STATS_BYTES = u32(config.stages), to.Q_BYTES, to.STATS_BYTES
+    _, wait_one, _, arrive_one = ring(1)
+    _, wait_q, _, arrive_q = ring(config.stages)
+    poison = guard(config.dtype, config.block_n, config.head_dim).poison
+    clear = guard(config.dtype, config.block_m, config.head_dim).clear
+    _, masked = descriptions(config)
+
+    @inlined
+    def guard_tiles(smem, warp):
+        """K from queries that must not see it; Q and dO that see no key from all keys."""
+        n, turn, full, ready, at = u32(0), u32(0), DO_FULL, DO_READY, DO
+        if warp == 2:
+            full, ready, at = Q_FULL, Q_READY, Q
+        wait_one(smem, KV_FULL, turn)
+        while field(smem, N_BLOCK) != NO_WORK:
+            stop = u32(n + u32(field(smem, COUNT)))
+            if masked(smem):
+                poison(smem, u32(smem + FLAGS), i32(warp - 2), i32(2))
+            arrive_one(smem, KV_READY, turn)
+            while n != stop:
+                wait_q(smem, Q_FULL, n)
+                wait_q(smem, full, n)
+                tile = u32(smem + at + n % SLOTS * Q_BYTES)
+                clear(tile, u32(smem + LSE + n % SLOTS * STATS_BYTES))
+                arrive_q(smem, ready, n)
+                n = u32(n + ONE)
+            turn = u32(turn + ONE)
+            wait_one(smem, KV_FULL, turn)
+        arrive_one(smem, KV_READY, turn)
+
+    return guard_tiles
+
+
+@cache
+def barriers(config):
+    """Makes all barriers, by one thread."""
+    to, STAGES, DS_SLOTS = layout(config), config.stages, config.ds_slots
+    KV_FULL, KV_READY, KV_EMPTY = to.KV_FULL, to.KV_READY, to.KV_EMPTY
+    Q_FULL, Q_READY, Q_EMPTY = to.Q_FULL, to.Q_READY, to.Q_EMPTY
+    DO_FULL, DO_READY, DO_EMPTY = to.DO_FULL, to.DO_READY, to.DO_EMPTY
+    DQ_FULL, DQ_EMPTY, DS_FULL = to.DQ_FULL, to.DQ_EMPTY, to.DS_FULL
+    CONSUMERS, LANES = u32(config.consumers), u32(32)
+    THREADS = u32(128 * config.consumers)
+    DQ_THREADS = u32(128) if config.deferred else THREADS  # that compute a tile of dq
+    KV_GUARDS = u32(64 + 32 * (config.staged or config.deterministic))
+    one_event, two_events, ds_event, q_event = (
+        ring(slots)[0] for slots in (1, 2, DS_SLOTS, STAGES)
+    )
+
+    @inlined
+    def make_barriers(smem):
+        for i in range(DS_SLOTS):
+            mbarrier_init(ds_event(smem, DS_FULL, u32(i)), THREADS)
+        for i in range(2):
+            mbarrier_init(two_events(smem, DQ_FULL, u32(i)), DQ_THREADS)
+            mbarrier_init(two_events(smem, DQ_EMPTY, u32(i)), ONE)
+        mbarrier_init(one_event(smem, KV_FULL, u32(0)), TWO)
+        mbarrier_init(one_event(smem, KV_READY, u32(0)), KV_GUARDS)
+        mbarrier_init(one_event(smem, KV_EMPTY, u32(0)), THREADS)
+        for i in range(STAGES):
+            mbarrier_init(q_event(smem, Q_FULL, u32(i)), TWO)
+            mbarrier_init(q_event(smem, Q_READY, u32(i)), LANES)
+            mbarrier_init(q_event(smem, DO_READY, u32(i)), LANES)
+            mbarrier_init(q_event(smem, Q_EMPTY, u32(i)), THREADS)
+            mbarrier_init(q_event(smem, DO_FULL, u32(i)), ONE)
+            mbarrier_init(q_event(smem, DO_EMPTY, u32(i)), CONSUMERS)
+        fence_mbarrier_init()
+
+    return make_barriers
