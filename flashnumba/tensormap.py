@@ -71,6 +71,9 @@ def encoder(dtype, sizes, strides, rows):
 
     def encode(address):
         status, tensor_map = driver.cuTensorMapEncodeTiled(kind, len(sizes), address, *fixed)
+        if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # a thread's first use of the GPU
+            make_context_current()
+            status, tensor_map = driver.cuTensorMapEncodeTiled(kind, len(sizes), address, *fixed)
         if status != driver.CUresult.CUDA_SUCCESS:
             raise RuntimeError(
                 f"{status.name}: TMA cannot address {dtype} at {address:#x}, {sizes=}, {strides=}"
@@ -78,3 +81,10 @@ def encoder(dtype, sizes, strides, rows):
         return tuple(int(word) for word in tensor_map.opaque)
 
     return encode
+
+
+def make_context_current():
+    """In this thread, that of CuPy's current device; allocating from CuPy's pool may not do it."""
+    from cupy.cuda import runtime
+
+    runtime.setDevice(runtime.getDevice())

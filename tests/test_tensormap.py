@@ -1,9 +1,11 @@
 """What TMA is told about arrays, and which arrays it is told about."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from flashnumba import arrays
+from flashnumba import arrays, tensormap
 from flashnumba.tensormap import TensorMap, addressable, encoder
 
 try:
@@ -144,3 +146,26 @@ def test_the_driver_takes_what_is_called_addressable(name, dtype):
     tensor = TensorMap(x, 128)
     words = encoder(dtype, tensor.sizes, tensor.strides, 128)(memory.data.ptr)
     assert len(words) == 16 and any(words)
+
+
+@needs_bindings
+def test_a_thread_without_a_context_gets_one(monkeypatch):
+    """A thread's first use of the GPU may be to encode: the driver refuses, then it works."""
+    current = []
+    result = driver.CUresult
+
+    def encode_tiled(*_):
+        status = result.CUDA_SUCCESS if current else result.CUDA_ERROR_INVALID_CONTEXT
+        return status, SimpleNamespace(opaque=range(16))
+
+    monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode_tiled)
+    monkeypatch.setattr(tensormap, "make_context_current", lambda: current.append(True))
+    encode = encoder("float16", (64, 3, 2, 1), (256, 128, 16), 3)
+    assert encode(4096) == tuple(range(16))
+    assert current == [True]
+    assert encode(8192) == tuple(range(16))
+    assert current == [True]
+    monkeypatch.setattr(tensormap, "make_context_current", lambda: None)
+    current.clear()
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_CONTEXT: TMA cannot address"):
+        encode(4096)
