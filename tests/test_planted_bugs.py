@@ -31,7 +31,7 @@ LINES = {
     "V given back too early": (ISSUE, ISSUE + "        give_back(smem, V_EMPTY, n)\n\n"),
     "K not given back": ("give_back(smem, K_EMPTY, n)\n        if n_block", "if n_block"),
     "Q not given back": ("arrive_q(smem, Q_EMPTY, turn)\n", NOTHING),
-    "a work not given back": ("arrive_work(smem, WORK_EMPTY, turn)\n", NOTHING),
+    "a work not given back": ("arrive_work(smem, WORK_EMPTY, turn)  # by", "pass  #"),
     "acc not rescaled": ("rescale(acc, a)\n", NOTHING),
     "acc not cleared": ("zero_acc(acc)\n\n", "pass\n\n"),
     "m kept for the next rows": ("m[r], l[r], shift[r] = MINUS_INF, ZERO, ZERO\n", "l[r] = ZERO\n"),

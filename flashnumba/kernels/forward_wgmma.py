@@ -118,6 +118,7 @@ def make_forward(config):
     WORKS_AT = u32(V_EMPTY + 8 * STAGES)
     SCRATCH = u32(WORKS_AT + DESCRIPTION_BYTES * WORK_SLOTS)
     assert SCRATCH + 4 <= config.shared_bytes
+    READERS = u32(128 * CONSUMERS + 32 * int(GUARDS))  # of descriptions
     work_event, wait_work, wait_work_before, arrive_work = ring(WORK_SLOTS)
     q_event, wait_q, wait_q_before, arrive_q = ring(Q_SLOTS)
     kv_event, wait_kv, wait_kv_before, arrive_kv = ring(STAGES)
@@ -247,6 +248,7 @@ def make_forward(config):
                 if lane < LANES:
                     arrive_kv(smem, V_READY, n)
                 n = u32(n + ONE)
+            arrive_work(smem, WORK_EMPTY, turn)
             turn = u32(turn + ONE)
             wait_work(smem, WORK_FULL, turn)
 
@@ -389,8 +391,7 @@ def make_forward(config):
         write_o(smem, warp, turn, i32(0), acc, v, o, o_map, left, right, upper_left)
         if D > O_COLUMNS:
             write_o(smem, warp, turn, O_COLUMNS, acc, v, o, o_map, left, right, upper_left)
-        if lane_index() == 0:
-            arrive_work(smem, WORK_EMPTY, turn)
+        arrive_work(smem, WORK_EMPTY, turn)  # by all lanes, so that racecheck can follow
         zero_acc(acc)
 
     @inlined
@@ -504,7 +505,7 @@ def make_forward(config):
         lanes, consumers = u32(LANES), u32(CONSUMERS)
         for i in range(WORK_SLOTS):
             mbarrier_init(work_event(smem, WORK_FULL, u32(i)), u32(WRITERS))
-            mbarrier_init(work_event(smem, WORK_EMPTY, u32(i)), u32(4 * CONSUMERS))
+            mbarrier_init(work_event(smem, WORK_EMPTY, u32(i)), READERS)
         for i in range(Q_SLOTS):
             mbarrier_init(q_event(smem, Q_FULL, u32(i)), lanes)
             mbarrier_init(q_event(smem, Q_EMPTY, u32(i)), consumers)
