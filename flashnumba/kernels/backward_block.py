@@ -16,11 +16,7 @@ from flashnumba.device.guard import guard
 from flashnumba.device.pipeline import lane_index, ring
 from flashnumba.device.sequence import leave_works, length, next_work
 from flashnumba.device.sequence import place as place_of_work
-from flashnumba.ptx.barrier import (
-    fence_mbarrier_init,
-    mbarrier_arrive_expect_tx,
-    mbarrier_init,
-)
+from flashnumba.ptx.barrier import fence_mbarrier_init, mbarrier_arrive_expect_tx, mbarrier_init
 from flashnumba.ptx.memory import fence_proxy_async_global, st_release_u32, wait_acquire_u32
 from flashnumba.ptx.shared import ld_shared_u32, st_shared_u32
 from flashnumba.ptx.tma import (
@@ -296,7 +292,7 @@ def guards(config):
 
 @cache
 def barriers(config):
-    """Makes all barriers, by one thread."""
+    """What one thread does first: it makes all barriers."""
     to, STAGES, DS_SLOTS = layout(config), config.stages, config.ds_slots
     KV_FULL, KV_READY, KV_EMPTY = to.KV_FULL, to.KV_READY, to.KV_EMPTY
     Q_FULL, Q_READY, Q_EMPTY = to.Q_FULL, to.Q_READY, to.Q_EMPTY

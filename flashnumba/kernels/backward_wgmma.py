@@ -57,14 +57,9 @@ from flashnumba.kernels.backward_block import (
     loader,
     step,
 )
-from flashnumba.ptx.barrier import (
-    setmaxnreg_dec,
-    setmaxnreg_inc,
-)
+from flashnumba.ptx.barrier import setmaxnreg_dec, setmaxnreg_inc
 from flashnumba.ptx.layout import descriptor_constant, k_major, mn_major
-from flashnumba.ptx.memory import (
-    red_global_add_f32,
-)
+from flashnumba.ptx.memory import red_global_add_f32
 from flashnumba.ptx.shared import (
     cvta_to_shared,
     fence_proxy_async,
@@ -164,8 +159,6 @@ def make_backward(config):
     @inlined
     def masked_tile(full, m_block):
         return not full[0] <= m_block < full[1]
-
-    # --- warps 4 and up: consume ---------------------------------------------------------
 
     @inlined
     def consumer_of(warp):
@@ -344,9 +337,7 @@ def make_backward(config):
         arrive_ds(smem, DS_FULL, n)
 
     @inlined
-    def consume_tiles(
-        smem, warp, start, dq_parts, window, scale_log2, dk_acc, dv_acc
-    ):  # fmt: skip
+    def consume_tiles(smem, warp, start, dq_parts, window, scale_log2, dk_acc, dv_acc):
         """dk and dv of a tile of keys, and what it adds to dq."""
         s = cuda.local.array(S_SIZE, np.float32)
         dp = cuda.local.array(S_SIZE, np.float32)
