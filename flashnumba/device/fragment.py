@@ -1,4 +1,4 @@
-"""Accumulators of tensor cores, as a thread holds them.
+"""What tensor cores read and write: factors in shared memory, accumulators in registers.
 
 A thread has two rows of a tile, 8 apart, and of each the same columns: register 4 j + 2 r + x is
 row r, column 8 j + x from its first. The 4 neighbouring lanes of a warp share their rows.
@@ -15,7 +15,13 @@ from flashnumba.ptx.shared import stmatrix_x4
 from flashnumba.ptx.thread import cvt_bf16x2, cvt_f16x2
 
 ZERO = np.float32(0)
-i32, u32 = np.int32, np.uint32
+i32, u32, u64 = np.int32, np.uint32, np.uint64
+
+
+@inlined
+def descriptor(constant, address):
+    """A tile at a shared address as wgmma takes it; `constant` says how it is laid out."""
+    return constant | u64(u32(address) >> u32(4) & u32(0x3FFF))
 
 
 @cache

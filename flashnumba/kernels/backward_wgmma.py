@@ -44,7 +44,7 @@ from numba.cuda import types
 from flashnumba.config import Kernel
 from flashnumba.device import inlined
 from flashnumba.device.copy import copies
-from flashnumba.device.fragment import output, scores
+from flashnumba.device.fragment import descriptor, output, scores
 from flashnumba.device.pipeline import lane_index, ring
 from flashnumba.kernels.backward_block import (
     NO_WORK,
@@ -146,10 +146,6 @@ def make_backward(config):
     @inlined
     def slot(start, n):
         return u32(start + n % SLOTS * Q_BYTES)
-
-    @inlined
-    def descriptor(constant, address):
-        return constant | u64(u32(address) >> u32(4) & u32(0x3FFF))
 
     @inlined
     def uniform(x):

@@ -41,7 +41,7 @@ from numba.cuda import types
 from flashnumba.config import Kernel
 from flashnumba.device import inlined
 from flashnumba.device.copy import copies
-from flashnumba.device.fragment import output, scores
+from flashnumba.device.fragment import descriptor, output, scores
 from flashnumba.device.guard import guard
 from flashnumba.device.pipeline import lane_index, ring
 from flashnumba.device.sequence import (
@@ -154,10 +154,6 @@ def make_forward(config):
     @inlined
     def v_slot(smem, n):
         return smem + V_AT + n % KV_RING * KV_BYTES
-
-    @inlined
-    def descriptor(constant, address):
-        return constant | u64(address >> u32(4) & u32(0x3FFF))
 
     # --- warp 0: load --------------------------------------------------------------------
 
