@@ -99,3 +99,23 @@ def for_tma(x, copy=True):
     if copy:
         room[...] = x
     return room
+
+
+def has_whole_rows(x):
+    """Whether the rows of x are whole multiples of 16 bytes, in reach of 32 bits."""
+    dense = x.shape[3] % 8 == 0 and addressable(x, address(x))
+    return dense and (x.shape[1] < 2 or x.strides[1] < 1 << 31)
+
+
+def of_whole_rows(x, copy=True):
+    """x itself if it has whole rows, else a copy (or room for one) with zeros behind its columns.
+
+    Attention is the same with columns of zeros.
+    """
+    if has_whole_rows(x):
+        return x
+    *shape, dim = x.shape
+    room = module(x).zeros((*shape, dim + -dim % 8), x.dtype)
+    if copy:
+        room[..., :dim] = x
+    return room

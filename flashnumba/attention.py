@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashnumba import arrays, plans, runtime
-from flashnumba.launches import backward_calls, config_of, forward_call, kernel_of
+from flashnumba.launches import BACKWARD, backward_calls, config_of, forward_call, kernel_of
 from flashnumba.problem import check_deterministic, prepare
 
 
@@ -242,8 +242,10 @@ def explain(q, k, v, **options):
 BACKEND_NAMES = {
     "numpy": "tiles of BLAS on the CPU",
     "simt": "Numba kernels without special instructions, on the GPU",
-    "wgmma": "Numba kernels for Hopper, on the GPU; backward simt",
+    "mma": "Numba kernels on the tensor cores of a warp, on the GPU",
+    "wgmma": "Numba kernels for Hopper, on the GPU",
     "simulator": "the kernels of simt, run in Python",
+    "simulator-mma": "the kernels of mma, run in Python",
     "simulator-wgmma": "the kernels of wgmma, run in Python",
 }
 
@@ -262,6 +264,7 @@ def _explain_kernels(problem):
     with arrays.device_of(problem.q):
         config = config_of(problem, "forward")
         yield "tiles", _explain_tiles(config)
+        tensor_cores = problem.kernels != "simt"
         if problem.wgmma:
             by_hand = "threads, since TMA needs addresses and strides of 16 bytes times n"
             yield "moved by", "TMA" if config.tma else by_hand
@@ -269,11 +272,9 @@ def _explain_kernels(problem):
                 "registers",
                 "{} in warps that move, {} in those that compute".format(*config.registers),
             )
-            backward = "backward" if problem.wgmma else "backward_dq"
-            yield "backward tiles", _explain_tiles(config_of(problem, backward))
-        names = "delta", "backward_dkdv", "backward_dq"
-        if problem.wgmma:
-            names = "prepare", "backward", "convert"
+        if tensor_cores:
+            yield "backward tiles", _explain_tiles(config_of(problem, "backward"))
+        names = BACKWARD if tensor_cores else ("delta", "backward_dkdv", "backward_dq")
         for name in ("forward", *names):
             kernel, cost = kernel_of(problem, name), ""
             if problem.on_gpu:
@@ -321,8 +322,11 @@ def _forward(p):
         return blas.forward(p.q, p.k, p.v, scale=p.scale, **p.mask())
     o = arrays.allocate(p.xp, p.o_shape, p.q.dtype, p.layout)
     lse = p.xp.empty(p.lse_shape, p.lse_dtype)
-    blocks, args = forward_call(p, o, lse)
+    room = arrays.of_whole_rows(o, copy=False) if p.mma else o
+    blocks, args = forward_call(p, room, lse)
     _launch(p, "forward", blocks, *args)
+    if room is not o:
+        o[...] = room[..., : o.shape[3]]
     return o, lse
 
 
@@ -333,12 +337,13 @@ def _backward(p, do, o, lse, dlse):
 
         return blas.backward(do, dlse, p.q, p.k, p.v, o, lse, scale=p.scale, **p.mask())
     grads = [arrays.allocate(p.xp, x.shape, x.dtype, p.layout) for x in (p.q, p.k, p.v)]
-    new = [arrays.for_tma(x, copy=False) if p.wgmma else x for x in grads]
+    form = {"wgmma": arrays.for_tma, "mma": arrays.of_whole_rows}.get(p.kernels)
+    new = grads if form is None else [form(x, copy=False) for x in grads]
     for name, blocks, args in backward_calls(p, do, o, lse, dlse, *new):
         _launch(p, name, blocks, *args)
     for x, y in zip(grads, new, strict=True):
         if x is not y:
-            x[...] = y
+            x[...] = y[..., : x.shape[3]]
     return tuple(grads)
 
 

@@ -19,6 +19,7 @@ class Kernel:
     threads: int
     shared_bytes: int = 0  # dynamic shared memory
     arch: str = ""
+    blocks: int = 1  # that a multiprocessor must have registers for at once
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,108 @@ def choose_simt(dtype, head_dim, head_dim_v, simulated=False):
     #     D 128      16.9   11.8      spills, 16.3      spills, 18.9     13.2    9.7
     # 8 x 4 entries need all 255 registers, and spill with some compilers and on other GPUs.
     return SimtConfig(dtype, 16, 16, 4, 4, d_tile, d_slice)
+
+
+@dataclass(frozen=True)
+class MmaConfig:
+    """Tiles of kernels/forward_mma.py.
+
+    `warps` own 16 * `tiles` query rows each and walk the keys `block_n` at a time. `head_dim` is
+    the width that is computed, a multiple of 32, to which narrower heads are padded with zeros.
+    """
+
+    dtype: str
+    head_dim: int
+    warps: int
+    tiles: int
+    block_n: int
+    stages: int  # tiles of K, and as many of V, in shared memory
+    turing: bool = False  # no cp.async; mma.sync takes 8 steps of the sum at a time
+    negative: bool = False  # scale is below 0: scores are negated first
+    blocks: int = 1  # that share a multiprocessor's registers
+
+    @property
+    def block_m(self):
+        return 16 * self.tiles * self.warps
+
+    @property
+    def threads(self):
+        return 32 * self.warps
+
+    @property
+    def width(self):
+        """Columns of a tile in shared memory: whole sub-tiles of 64."""
+        return -(-self.head_dim // 64) * 64
+
+    @property
+    def q_bytes(self):
+        return 2 * self.block_m * self.width
+
+    @property
+    def kv_bytes(self):
+        return 2 * self.block_n * self.width
+
+    @property
+    def shared_bytes(self):
+        small = 16 * (self.warps + 2)  # which tiles are visited, a flag
+        return self.q_bytes + 2 * self.stages * self.kv_bytes + small
+
+
+@dataclass(frozen=True)
+class MmaBackwardConfig:
+    """Tiles of kernels/backward_mma.py: `block_n` keys, and the queries `block_m` at a time.
+
+    Each product is split among the warps in its own way: so many of them side by side along the
+    keys in s and dp (`s_keys`), along the keys in dk and dv (`dkv_keys`) and along the queries in
+    dq (`dq_queries`), the others along the columns.
+    """
+
+    dtype: str
+    head_dim: int
+    warps: int
+    block_m: int
+    block_n: int
+    s_keys: int
+    dkv_keys: int
+    dq_queries: int
+    stages: int  # tiles of Q, and as many of dO, in shared memory
+    turing: bool = False
+    vector_red: bool = False  # four numbers are added to global memory at once: Hopper and later
+    deterministic: bool = False  # blocks add to dq in the order of their keys
+    blocks: int = 1
+
+    @property
+    def threads(self):
+        return 32 * self.warps
+
+    @property
+    def width(self):
+        """Columns of a tile in shared memory: whole sub-tiles of 64."""
+        return -(-self.head_dim // 64) * 64
+
+    @property
+    def q_bytes(self):
+        return 2 * self.block_m * self.width
+
+    @property
+    def kv_bytes(self):
+        return 2 * self.block_n * self.width
+
+    @property
+    def p_bytes(self):
+        """Of a tile of p, or of ds: queries are its columns."""
+        return 2 * self.block_n * max(64, self.block_m)
+
+    @property
+    def dq_tile(self):
+        """(tiles of 16 queries, columns) of dq that a warp computes."""
+        return self.block_m // self.dq_queries // 16, self.head_dim * self.dq_queries // self.warps
+
+    @property
+    def shared_bytes(self):
+        tiles = 2 * self.kv_bytes + 2 * self.stages * self.q_bytes + 2 * self.p_bytes
+        # lse and delta; whether keys are finite
+        return tiles + 8 * self.stages * self.block_m + 4 * (self.block_n + self.warps)
 
 
 @dataclass(frozen=True)
@@ -270,6 +373,92 @@ class BackwardConfig:
         return tiles + p_and_ds + dq_bytes + small
 
 
+@dataclass(frozen=True)
+class Machine:
+    """What of a GPU decides about tiles: bytes of shared memory that a block can have."""
+
+    capability: tuple
+    shared_bytes: int
+
+
+SIMULATED = Machine((9, 0), 227 << 10)
+HALVES = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Family:
+    """Kernels of one kind: for which GPUs, by compute capability, and which problems."""
+
+    name: str
+    first: tuple
+    last: tuple
+    dtypes: tuple
+    head_dim: int  # at most
+
+
+# Which kernels compute what, the fastest first. What none of them takes is for "simt".
+FAMILIES = (
+    Family("wgmma", (9, 0), (9, 0), HALVES, 256),
+    Family("mma", (8, 0), (99, 0), HALVES, 256),
+    Family("mma", (7, 5), (7, 5), ("float16",), 256),
+)
+
+
+def names_of_families():
+    return tuple(dict.fromkeys(family.name for family in FAMILIES))
+
+
+def families(name):
+    return [family for family in FAMILIES if family.name == name]
+
+
+# Forward, by width: warps, tiles of 16 rows a warp, keys, stages. The first that fits is taken.
+FORWARD_TILES = {
+    64: ((4, 2, 64, 2), (4, 2, 32, 2)),
+    128: ((4, 2, 64, 2), (4, 2, 32, 2), (4, 1, 32, 2), (4, 1, 16, 2)),
+    256: ((8, 1, 64, 2), (8, 1, 32, 2), (4, 1, 32, 2), (2, 1, 16, 2), (1, 1, 16, 2)),
+}
+# Backward: warps, queries, keys, then how products are split, stages.
+BACKWARD_TILES = {
+    64: ((8, 128, 128, 4, 4, 4, 2), (8, 64, 128, 4, 4, 2, 2), (4, 32, 64, 2, 2, 2, 2)),
+    128: ((8, 64, 128, 4, 4, 2, 2), (4, 32, 64, 2, 2, 2, 2), (4, 32, 32, 2, 2, 2, 2)),
+    256: (
+        (8, 64, 64, 4, 2, 2, 2),
+        (8, 32, 64, 4, 2, 2, 2),
+        (4, 16, 32, 2, 2, 1, 2),
+        (2, 16, 16, 1, 1, 1, 2),
+    ),
+}
+SIMULATED_TILES = (2, 2, 32, 2), (4, 32, 64, 2, 2, 2, 2)
+
+
+def width_of(head_dim):
+    """Columns that the kernels on tensor cores compute, of which what is more is zeros."""
+    return next(size for size in (64, 128, 256) if head_dim <= size)
+
+
+def choose_mma(dtype, head_dim, machine, negative=False, simulated=False):
+    """The tile configuration of forward_mma.py for one problem on one GPU; None if none fits."""
+    width = width_of(head_dim)
+    turing = machine.capability < (8, 0)
+    for tiles in (SIMULATED_TILES[0],) if simulated else FORWARD_TILES[width]:
+        config = MmaConfig(dtype, width, *tiles, turing, negative)
+        if config.shared_bytes <= machine.shared_bytes:
+            return config
+    return None
+
+
+def choose_mma_backward(dtype, head_dim, machine, deterministic=False, simulated=False):
+    """The same of backward_mma.py."""
+    width = width_of(head_dim)
+    turing, vector_red = machine.capability < (8, 0), machine.capability >= (9, 0)
+    for tiles in (SIMULATED_TILES[1],) if simulated else BACKWARD_TILES[width]:
+        config = MmaBackwardConfig(dtype, width, *tiles, turing, vector_red, deterministic)
+        if config.shared_bytes <= machine.shared_bytes:
+            return config
+    return None
+
+
 def choose_wgmma_backward(dtype, head_dim, deterministic=False):
     """The tile configuration of the Hopper backward for one problem.
 
@@ -278,7 +467,7 @@ def choose_wgmma_backward(dtype, head_dim, deterministic=False):
     half of dQ's columns by each consumer 432 / 398, in turn 486 / 447. At 128 (bfloat16), dQ of the
     same tile 507 / 445, a tile later 558 / 477; with a third slot for Q and dO 551 / 480.
     """
-    width = next(size for size in (64, 128, 256) if head_dim <= size)
+    width = width_of(head_dim)
     if width == 64:
         return BackwardConfig(dtype, width, stages=3, deferred=True, deterministic=deterministic)
     return BackwardConfig(dtype, width, lagging=width == 128, deterministic=deterministic)
@@ -286,7 +475,7 @@ def choose_wgmma_backward(dtype, head_dim, deterministic=False):
 
 def choose_wgmma(dtype, head_dim, tma, negative=False):
     """The tile configuration of the Hopper forward for one problem."""
-    width = next(size for size in (64, 128, 256) if head_dim <= size)
+    width = width_of(head_dim)
     # H200, bfloat16, ratio to cuDNN in the same run at T 1024 / 4096 / 16384:
     #                             full                 causal
     #     D  64   2 consumers     0.94  0.90  0.93     0.86  0.96  0.99

@@ -1,9 +1,13 @@
 """Which kernel computes a problem, in which tiles, on how many blocks and with which arguments."""
 
+from importlib import import_module
+
 import numpy as np
 
 from flashnumba import arrays, runtime
 from flashnumba.config import (
+    choose_mma,
+    choose_mma_backward,
     choose_simt,
     choose_wgmma,
     choose_wgmma_backward,
@@ -17,24 +21,30 @@ PASSES_AT_ONCE = 4  # blocks of a pass over memory on a multiprocessor
 FAR = 1 << 30  # further than any key is from any query here, and small enough for 32 bits
 
 
+BACKWARD = ("prepare", "backward", "convert")  # of the kernels on tensor cores
+
+
 def config_of(p, name):
     """The tile configuration of a kernel."""
+    head_dim = p.q.shape[3]
     if p.wgmma and name == "forward":
-        return choose_wgmma(p.dtype, p.q.shape[3], p.tma, p.scale < 0)
-    if p.wgmma and name in ("prepare", "backward", "convert"):
-        return choose_wgmma_backward(p.dtype, p.q.shape[3], p.deterministic)
-    return choose_simt(p.dtype, p.q.shape[3], p.v.shape[3], p.simulated)
+        return choose_wgmma(p.dtype, head_dim, p.tma, p.scale < 0)
+    if p.wgmma and name in BACKWARD:
+        return choose_wgmma_backward(p.dtype, head_dim, p.deterministic)
+    if p.mma and name == "forward":
+        return choose_mma(p.dtype, head_dim, p.machine, p.scale < 0, p.simulated)
+    if p.mma and name in BACKWARD:
+        return choose_mma_backward(p.dtype, head_dim, p.machine, p.deterministic, p.simulated)
+    return choose_simt(p.dtype, head_dim, p.v.shape[3], p.simulated)
 
 
 def kernel_of(p, name):
-    if p.wgmma and name == "forward":
-        from flashnumba.kernels import forward_wgmma as module
-    elif name == "backward":
-        from flashnumba.kernels import backward_wgmma as module
-    elif name in ("prepare", "convert"):
-        from flashnumba.kernels import backward_passes as module
-    else:
-        from flashnumba.kernels import simt as module
+    """A kernel, ready to compile or to simulate."""
+    module = "simt"
+    if name in BACKWARD or p.kernels != "simt":
+        passes = {"wgmma": "backward_passes", "mma": "backward_mma_passes"}[p.kernels]
+        module = passes if name in ("prepare", "convert") else f"{name}_{p.kernels}"
+    module = import_module(f"flashnumba.kernels.{module}")
     return getattr(module, f"make_{name}")(config_of(p, name))
 
 
@@ -43,12 +53,18 @@ def forward_call(p, o, lse):
     config = config_of(p, "forward")
     batch, seqlen_q, heads_q, head_dim = p.o_shape
     tiles = batch * heads_q * ceil_div(seqlen_q, config.block_m)
-    if not p.wgmma:
+    if p.kernels == "simt":
         blocks = tiles * ceil_div(head_dim, config.d_slice)
         return blocks, (p.q, p.k, p.v, o, lse, *mask_arguments(p))
 
     seqlen_kv, heads_kv = p.k.shape[1:3]
     group = heads_together(batch, heads_q, heads_kv, seqlen_kv, head_dim, p.masked)
+    window = min(p.left, FAR), min(p.right, FAR), p.upper_left
+    if p.mma:
+        given = (arrays.of_whole_rows(x) for x in (p.q, p.k, p.v))
+        return tiles, (
+            *given, o, lse, p.q_lengths, p.kv_lengths, p.scale_log2, *window, group
+        )  # fmt: skip
     if config.tma:
         rows = config.block_m, config.block_n, config.block_n, 16  # a warp stores 16 rows of o
         maps = (TensorMap(x, n) for x, n in zip((p.q, p.k, p.v, o), rows, strict=True))
@@ -57,8 +73,7 @@ def forward_call(p, o, lse):
         tensors = (p.q, p.k, p.v, o, lse, None, None, None, None)
     counter = np.zeros(2, np.int32) if p.simulated else runtime.COUNTER
     args = (
-        *tensors, p.q_lengths, p.kv_lengths, counter, p.scale_log2,
-        min(p.left, FAR), min(p.right, FAR), p.upper_left, tiles, group,
+        *tensors, p.q_lengths, p.kv_lengths, counter, p.scale_log2, *window, tiles, group,
     )  # fmt: skip
     # A block stays on its multiprocessor; two in the simulator, so that they share the tiles.
     return min(tiles, 2 if p.simulated else runtime.multiprocessors()), args
@@ -67,10 +82,13 @@ def forward_call(p, o, lse):
 def backward_calls(p, do, o, lse, dlse, dq, dk, dv):
     """[(kernel's name, number of blocks, arguments)] of a backward, in order.
 
-    Scratch on Hopper is float32: (batch, heads_q, seqlen_q, head_dim) for dq, two numbers a row.
+    Scratch on tensor cores is float32: (batch, heads_q, seqlen_q, head_dim) for dq, two numbers a
+    row.
     """
     if p.wgmma:
         return _backward_wgmma(p, do, o, lse, dlse, dq, dk, dv)
+    if p.mma:
+        return _backward_mma(p, do, o, lse, dlse, dq, dk, dv)
     delta = p.xp.empty(p.lse_shape, p.lse_dtype)
     config = config_of(p, "backward_dq")
     batch, seqlen_q, heads_q, head_dim = p.q.shape
@@ -87,14 +105,39 @@ def backward_calls(p, do, o, lse, dlse, dq, dk, dv):
     ]
 
 
+def _scratch(p, config):
+    """(lse and delta, dq, whose turn it is to add to dq) by tiles of queries."""
+    batch, seqlen_q, heads_q, _ = p.q.shape
+    tiles = batch, heads_q, ceil_div(seqlen_q, config.block_m)
+    rows = p.xp.empty((*tiles, 2 * config.block_m), np.float32)
+    parts = p.xp.empty((*tiles, config.block_m * config.head_dim), np.float32)
+    return rows, parts, p.xp.empty(tiles, np.int32)
+
+
+def _backward_mma(p, do, o, lse, dlse, dq, dk, dv):
+    config = config_of(p, "backward")
+    batch, seqlen_q, heads_q, head_dim = p.q.shape
+    seqlen_kv, heads_kv = p.k.shape[1:3]
+    rows, parts, turns = _scratch(p, config)
+    do, q, k, v, o = (arrays.of_whole_rows(x) for x in (do, p.q, p.k, p.v, o))
+    together = kv_heads_together(batch, heads_q, heads_kv, seqlen_q, head_dim, p.masked)
+    window = min(p.left, FAR), min(p.right, FAR), p.upper_left
+    scale_log2 = p.scale_log2 if p.scale >= 0 else -p.scale_log2
+    mask = p.q_lengths, p.kv_lengths, p.scale, scale_log2, *window
+    works = batch * heads_kv * ceil_div(seqlen_kv, config.block_n)
+    return [
+        ("prepare", turns.size, (do, o, lse, dlse, p.q_lengths, rows, parts, turns)),
+        ("backward", works, (do, q, k, v, rows, parts, turns, dk, dv, *mask, together)),
+        ("convert", turns.size, (parts, dq, p.scale)),
+    ]
+
+
 def _backward_wgmma(p, do, o, lse, dlse, dq, dk, dv):
     config = config_of(p, "backward")
     batch, seqlen_q, heads_q, head_dim = p.q.shape
     seqlen_kv, heads_kv = p.k.shape[1:3]
     tiles, n_blocks = ceil_div(seqlen_q, config.block_m), ceil_div(seqlen_kv, config.block_n)
-    rows = p.xp.empty((batch, heads_q, tiles, 2 * config.block_m), np.float32)
-    parts = p.xp.empty((batch, heads_q, tiles, config.block_m * config.head_dim), np.float32)
-    turns = p.xp.empty((batch, heads_q, tiles), np.int32)
+    rows, parts, turns = _scratch(p, config)
     q_map, do_map, o_map = (TensorMap(arrays.for_tma(x), config.block_m) for x in (p.q, do, o))
     k_map, v_map = (TensorMap(arrays.for_tma(x), config.block_n) for x in (p.k, p.v))
     dq_map, dk_map, dv_map = TensorMap(dq, config.block_m), TensorMap(dk, 16), TensorMap(dv, 16)

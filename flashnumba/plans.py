@@ -9,6 +9,7 @@ import threading
 from dataclasses import replace
 
 from flashnumba import runtime
+from flashnumba.arrays import has_whole_rows
 from flashnumba.launches import backward_calls, forward_call, kernel_of
 from flashnumba.tensormap import addressable
 
@@ -133,13 +134,15 @@ def find_backward(given, deterministic, options):
 
 
 def keep_backward(key, p, given, grads):
-    """Make a plan, where nothing is copied for TMA's sake."""
+    """Make a plan, where nothing is copied for the sake of its form."""
     arrays = *given[:5], *grads
     if key is None or not p.on_gpu or any(x.size == 0 for x in arrays):
         return
     if p.q_lengths is not None or p.kv_lengths is not None:
         return
     if p.wgmma and not all(addressable(x, x.data.ptr) for x in arrays):
+        return
+    if p.mma and not all(map(has_whole_rows, arrays)):
         return
     _keep(key, BackwardPlan(p, given, grads))
 
@@ -170,6 +173,8 @@ def find(q, k, v, options):
 def keep(key, p, o, lse):
     """Make a plan for calls like `p`, unless it has arrays of lengths or nothing to compute."""
     if key is None or o.size == 0 or p.q_lengths is not None or p.kv_lengths is not None:
+        return
+    if p.mma and not all(has_whole_rows(x) for x in (p.q, p.k, p.v, o)):
         return
     _keep(key, Plan(p, o, lse))
 

@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flashnumba import arrays, runtime
+from flashnumba import arrays, config, runtime
 from flashnumba.tensormap import addressable
 from flashnumba.window import UNBOUNDED
 
-BACKENDS = ("numpy", "simt", "wgmma", "simulator", "simulator-wgmma")
-ON_GPU = ("simt", "wgmma")
+ON_GPU = ("simt", "mma", "wgmma")
+SIMULATED = ("simulator", "simulator-mma", "simulator-wgmma")
+BACKENDS = ("numpy", *ON_GPU, *SIMULATED)
 LAYOUTS = ("bshd", "bhsd")
 FORMS = {
     "bshd": {4: "(batch, {s}, {h}, {d})", 3: "({s}, {h}, {d})", 2: "({s}, {d})"},
@@ -61,9 +62,25 @@ class Problem:
         return self.backend in ON_GPU
 
     @property
+    def kernels(self):
+        """Whose kernels compute it: "simt", "mma" or "wgmma"."""
+        name = self.backend.removeprefix("simulator-")
+        return "simt" if name == "simulator" else name
+
+    @property
     def wgmma(self):
         """Whether the kernels for Hopper compute it."""
-        return self.backend.endswith("wgmma")
+        return self.kernels == "wgmma"
+
+    @property
+    def mma(self):
+        """Whether the kernels on the tensor cores of a warp compute it."""
+        return self.kernels == "mma"
+
+    @property
+    def machine(self):
+        """What of the GPU decides about tiles."""
+        return config.SIMULATED if self.simulated else runtime.machine()
 
     @property
     def masked(self):
@@ -386,35 +403,58 @@ def _backend(asked, q, v):
     if asked in ("numpy", "simt", "simulator"):
         return asked
 
-    simulated = asked == "simulator-wgmma"
-    obstacle = _wgmma_obstacle(q, v)
-    if obstacle is None and not simulated:
-        major, minor = runtime.capability(q.device.id if in_gpu_memory else None)
-        if (major, minor) != (9, 0):
-            obstacle = RuntimeError(
-                f"the wgmma backend needs a GPU of compute capability 9.0, not {major}.{minor}"
-            )
-    if obstacle is not None and asked is not None:
-        raise obstacle
-    if obstacle is None and q.size > 0 and v.size > 0:
-        return "simulator-wgmma" if simulated else "wgmma"
-    return "simulator" if simulated else "simt"
+    simulated = asked in SIMULATED
+    device = q.device.id if in_gpu_memory else None
+    machine = config.SIMULATED if simulated else runtime.machine(device)
+    prefix = "simulator-" if simulated else ""
+    empty = "simulator" if simulated else "simt"
+    for name in config.names_of_families():
+        if asked in (None, prefix + name):
+            obstacle = _obstacle(name, q, v, machine, simulated)
+            if obstacle is None:
+                return prefix + name if q.size > 0 and v.size > 0 else empty
+            if asked is not None:
+                raise obstacle
+    return "simt"
 
 
-def _wgmma_obstacle(q, v):
-    """What keeps the kernels for Hopper from a problem, as an error; None when nothing does."""
+def _obstacle(name, q, v, machine, simulated):
+    """What keeps kernels on tensor cores from a problem, as an error; None when nothing does."""
     (batch, seqlen_q, heads_q, head_dim), (_, seqlen_kv, _, head_dim_v) = q.shape, v.shape
-    if q.dtype.name not in ("float16", "bfloat16"):
-        return ValueError(f"the wgmma backends need float16 or bfloat16, not q.dtype={q.dtype}")
-    if head_dim != head_dim_v or head_dim > 256:
+    families = config.families(name)
+    dtypes = tuple(dict.fromkeys(d for family in families for d in family.dtypes))
+    widest = max(family.head_dim for family in families)
+    who = f"the {name} backends need"
+    if q.dtype.name not in dtypes:
+        return ValueError(f"{who} {' or '.join(dtypes)}, not q.dtype={q.dtype}")
+    if head_dim != head_dim_v or head_dim > widest:
         return ValueError(
-            "the wgmma backends need head_dim_v equal to head_dim and at most 256, not "
+            f"{who} head_dim_v equal to head_dim and at most {widest}, not "
             f"{head_dim=}, {head_dim_v=}"
         )
     # They count rows, and tiles of 64 or more queries, in 32 bits.
     if max(seqlen_q, seqlen_kv, batch * heads_q * -(-seqlen_q // 64)) >= 1 << 30:
         return ValueError(
-            "the wgmma backends need fewer than 2**30 queries, keys, and tiles of 64 queries over "
+            f"{who} fewer than 2**30 queries, keys, and tiles of 64 queries over "
             f"all heads, not {batch=}, {heads_q=}, {seqlen_q=}, {seqlen_kv=}"
         )
-    return None
+    if simulated:
+        return None
+    for family in families:
+        if family.first <= machine.capability <= family.last and q.dtype.name in family.dtypes:
+            return None
+    ranges = [f"{capabilities(family)} for {' and '.join(family.dtypes)}" for family in families]
+    return RuntimeError(
+        f"the {name} backend needs a GPU of compute capability {', or '.join(ranges)}, not "
+        f"{version(machine.capability)}, for q.dtype={q.dtype}"
+    )
+
+
+def version(capability):
+    return "{}.{}".format(*capability)
+
+
+def capabilities(family):
+    if family.first == family.last:
+        return version(family.first)
+    return f"{version(family.first)} or more"

@@ -30,6 +30,7 @@ from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
+from flashnumba.config import Machine
 from flashnumba.tensormap import TensorMap, encoder
 from flashnumba.workspace import of_stream
 
@@ -81,7 +82,7 @@ def compile_kernel(kernel, cc):
             device=False,
             abi="numba",
             cc=cc,
-            launch_bounds=(kernel.threads, 1),
+            launch_bounds=(kernel.threads, kernel.blocks),
             output="ltoir",
         )
     options = LinkerOptions(
@@ -162,7 +163,7 @@ def source_hash():
 
 def cached_cubin(kernel, cc):
     """The compiled kernel from the disk cache, compiling it when it is not there or damaged."""
-    identity = f"{kernel.key} {kernel.signature} {kernel.threads} {cc}"
+    identity = f"{kernel.key} {kernel.signature} {kernel.threads} {kernel.blocks} {cc}"
     name = hashlib.sha256(identity.encode()).hexdigest()[:32]
     path = cache_directory() / source_hash() / f"{name}.cubin"
     cubin = _read(path)
@@ -241,13 +242,20 @@ def multiprocessors():
     return _properties(current_device())[1]
 
 
+def machine(device=None):
+    """What of a GPU decides about tiles, by default of the current one."""
+    capability, _, shared_bytes = _properties(current_device() if device is None else device)
+    return Machine(capability, shared_bytes)
+
+
 @cache
 def _properties(device):
     import cupy
 
     gpu = cupy.cuda.Device(device)
     digits = gpu.compute_capability  # "90" is 9.0
-    return (int(digits[:-1]), int(digits[-1])), gpu.attributes["MultiProcessorCount"]
+    shared_bytes = gpu.attributes["MaxSharedMemoryPerBlockOptin"]
+    return (int(digits[:-1]), int(digits[-1])), gpu.attributes["MultiProcessorCount"], shared_bytes
 
 
 # --- launching ---------------------------------------------------------------------------

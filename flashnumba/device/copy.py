@@ -1,4 +1,4 @@
-"""Tiles of a head between global and shared memory: by TMA, or by a warp where TMA cannot address.
+"""Tiles of a head between global and shared memory: by TMA, by a warp, or by a block's threads.
 
 In shared memory a tile is sub-tiles of 64 columns in 128-byte swizzle, one after the other, padded
 with zeros to `head_dim` columns (ptx/layout.py).
@@ -12,8 +12,16 @@ from numba import cuda
 from flashnumba.device import inlined
 from flashnumba.device.pipeline import lane_index
 from flashnumba.ptx.barrier import mbarrier_arrive, mbarrier_arrive_expect_tx
+from flashnumba.ptx.cp_async import cp_async_commit_group, cp_async_row, cp_async_wait_group
 from flashnumba.ptx.layout import swizzle128
-from flashnumba.ptx.shared import fence_proxy_async, ld_shared_u16, st_shared_u32
+from flashnumba.ptx.memory import ld_global_row, st_global_row
+from flashnumba.ptx.shared import (
+    fence_proxy_async,
+    ld_shared_u16,
+    ld_shared_v4_u32,
+    st_shared_u32,
+    st_shared_v4_u32,
+)
 from flashnumba.ptx.tma import (
     cp_async_bulk_commit_group,
     cp_async_bulk_tensor_load,
@@ -90,3 +98,94 @@ def copies(head_dim, tma):
         cuda.syncwarp()
 
     return see_map, load_tile, store_rows, wait_stores
+
+
+@cache
+def block_copies(head_dim, rows, threads, turing):
+    """Tiles of `rows` rows, loaded by all threads of a block, each 16 bytes of every 128 of a row.
+
+    By cp.async; on `turing`, which has none, through registers. A head is a 2-D array (seqlen,
+    head_dim) with rows of whole 16 bytes.
+    """
+    PARTS, ROWS_AT_ONCE = -(-head_dim // 64), threads // 8
+    WORDS, PASSES, STEP = 4 * PARTS, rows // ROWS_AT_ONCE, 128 * rows
+    assert rows % ROWS_AT_ONCE == 0
+    start_row, load_row = cp_async_row(PARTS, STEP), ld_global_row(PARTS)
+
+    @inlined
+    def own_column():
+        """From which column on this thread needs a head."""
+        return i32((u32(cuda.threadIdx.x) & u32(7)) << u32(3))
+
+    @inlined
+    def load_rows(tile, x, row0, end):
+        """Rows from row0 of a head from `own_column` on; zeros past row `end`."""
+        thread = u32(cuda.threadIdx.x)
+        target = u32(tile + u32(swizzle128(thread << u32(4))))
+        pitch, width = i32(x.strides[0]), i32(x.shape[1] * 2)
+        for i in range(PASSES):
+            row = i32(row0 + i32(thread >> u32(3)) + i * ROWS_AT_ONCE)
+            inside = u32(16) if row < end else u32(0)
+            place = u32(target + u32(128 * ROWS_AT_ONCE * i))
+            if not turing:
+                start_row(place, x, row, pitch, inside, width)
+            else:
+                bits, four = cuda.local.array(WORDS, np.uint32), cuda.local.array(4, np.uint32)
+                load_row(bits, x, row, pitch, inside, width)
+                for part in range(PARTS):
+                    for j in range(4):
+                        four[j] = bits[4 * part + j]
+                    st_shared_v4_u32(u32(place + u32(part * STEP)), four)
+
+    @inlined
+    def commit():
+        """Close a group of loads."""
+        if not turing:
+            cp_async_commit_group()
+
+    return own_column, load_rows, commit
+
+
+@cache
+def wait_copies(pending, turing):
+    """Wait until at most `pending` groups of `block_copies` are in flight."""
+    wait = cp_async_wait_group(pending)
+
+    @inlined
+    def wait_copies():
+        if not turing:
+            wait()
+
+    return wait_copies
+
+
+@cache
+def warp_store(columns):
+    """Rows of a tile in shared memory to a head with rows of whole 16 bytes, by a warp."""
+    PARTS = -(-columns // 64)
+    WORDS, CHUNKS = 4 * PARTS, u32(min(8, columns // 8))
+    store_row = st_global_row(PARTS)
+
+    @inlined
+    def store_rows(x, tile, subtile_bytes, rows, row0, row_end):
+        """`rows` rows of a tile to x (seqlen, columns) from row0, without those past row_end.
+
+        `tile` is where its first row and column lie, not swizzled.
+        """
+        lane = u32(lane_index())
+        bits, four = cuda.local.array(WORDS, np.uint32), cuda.local.array(4, np.uint32)
+        part_of_x = x[:, i32(lane & u32(7)) * i32(8) :]
+        pitch, width = i32(x.strides[0]), i32(part_of_x.shape[1] * 2)
+        for i in range(rows // 4):
+            row = i32(lane >> u32(3)) + i32(4 * i)
+            at = tile + (u32(row) << u32(7) | (lane & u32(7)) % CHUNKS << u32(4))
+            at = u32(swizzle128(u32(at)))
+            for part in range(PARTS):
+                ld_shared_v4_u32(four, u32(at + u32(part * subtile_bytes)))
+                for j in range(4):
+                    bits[4 * part + j] = four[j]
+            row = i32(row0 + row)
+            if row < row_end:
+                store_row(part_of_x, row, pitch, width, bits)
+
+    return store_rows

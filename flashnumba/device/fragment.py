@@ -1,7 +1,8 @@
 """What tensor cores read and write: factors in shared memory, accumulators in registers.
 
 A thread has two rows of a tile, 8 apart, and of each the same columns: register 4 j + 2 r + x is
-row r, column 8 j + x from its first. The 4 neighbouring lanes of a warp share their rows.
+row r, column 8 j + x from its first. The 4 neighbouring lanes of a warp share their rows. Several
+tiles of 16 rows are one after the other, and rows 2 t and 2 t + 1 are those of tile t.
 """
 
 from functools import cache
@@ -11,7 +12,7 @@ import numpy as np
 from flashnumba.device import inlined
 from flashnumba.device.pipeline import lane_index
 from flashnumba.ptx.layout import swizzle128
-from flashnumba.ptx.shared import stmatrix_x4
+from flashnumba.ptx.shared import st_shared_u32, stmatrix_x4
 from flashnumba.ptx.thread import cvt_bf16x2, cvt_f16x2
 
 ZERO = np.float32(0)
@@ -25,8 +26,8 @@ def descriptor(constant, address):
 
 
 @cache
-def scores(dtype, columns):
-    """(mask, to_halves, halves_to_shared) of a tile of scores with `columns` columns."""
+def scores(dtype, columns, tiles=1):
+    """(mask, to_halves, halves_to_shared) of tiles of scores with `columns` columns."""
     pack = cvt_f16x2 if dtype == "float16" else cvt_bf16x2
 
     @inlined
@@ -35,12 +36,12 @@ def scores(dtype, columns):
         for j in range(columns // 8):
             for x in range(2):
                 if not lo <= 8 * j + x < hi:
-                    s[4 * j + 2 * r + x] = unseen
+                    s[r // 2 * (columns // 2) + 4 * j + r % 2 * 2 + x] = unseen
 
     @inlined
     def to_halves(p, s):
         """s, two in a register: the order is that of a left factor in registers."""
-        for i in range(columns // 4):
+        for i in range(tiles * columns // 4):
             p[i] = pack(s[2 * i], s[2 * i + 1])
 
     @inlined
@@ -57,25 +58,26 @@ def scores(dtype, columns):
 
 
 @cache
-def output(dtype, head_dim):
-    """(rescale, divide, to_shared) of an output of `head_dim` columns."""
+def output(dtype, head_dim, tiles=1):
+    """(rescale, divide, to_shared) of an output of `head_dim` columns; `to_shared` of one tile."""
     pack = cvt_f16x2 if dtype == "float16" else cvt_bf16x2
+    TILE = head_dim // 2
 
     @inlined
     def rescale(acc, a):
         """acc *= a, row by row."""
         for j in range(head_dim // 8):
-            for r in range(2):
+            for r in range(2 * tiles):
                 for x in range(2):
-                    acc[4 * j + 2 * r + x] *= a[r]
+                    acc[TILE * (r // 2) + 4 * j + r % 2 * 2 + x] *= a[r]
 
     @inlined
     def divide(acc, inverse):
         """acc / l, given 1 / l; 0 where that is 0."""
         for j in range(head_dim // 8):
-            for r in range(2):
+            for r in range(2 * tiles):
                 for x in range(2):
-                    i = 4 * j + 2 * r + x
+                    i = TILE * (r // 2) + 4 * j + r % 2 * 2 + x
                     acc[i] = acc[i] * inverse[r] if inverse[r] != ZERO else ZERO
 
     @inlined
@@ -97,3 +99,42 @@ def output(dtype, head_dim):
             )
 
     return rescale, divide, to_shared
+
+
+@cache
+def pairs_to_shared(dtype, columns, tiles, subtile_bytes):
+    """Store a fragment as halves to shared memory, pair by pair: on any GPU."""
+    pack = cvt_f16x2 if dtype == "float16" else cvt_bf16x2
+
+    @inlined
+    def to_shared(acc, tile):
+        """`tile` is where its first row and column lie, both multiples of 16, not swizzled."""
+        lane = u32(lane_index())
+        start = (lane >> u32(2)) << u32(7) | (lane & u32(3)) << u32(2)
+        start = u32(swizzle128(u32(tile + start)))
+        for t in range(tiles):
+            for j in range(columns // 8):
+                at = u32((start ^ u32(j % 8 * 16)) + u32(j // 8 * subtile_bytes + 2048 * t))
+                x = t * (columns // 2) + 4 * j
+                st_shared_u32(at, pack(acc[x], acc[x + 1]))
+                st_shared_u32(u32(at + u32(1024)), pack(acc[x + 2], acc[x + 3]))
+
+    return to_shared
+
+
+@inlined
+def first_rows(tile):
+    """This lane's address for a factor that ptx/mma.py reads by its rows first.
+
+    `tile` is where the factor's first row and column lie, both multiples of 16, not swizzled.
+    """
+    lane = u32(lane_index())
+    return u32(swizzle128(u32(tile + ((lane & u32(15)) << u32(7) | lane & u32(16)))))
+
+
+@inlined
+def first_columns(tile):
+    """The same for one that it reads by its columns first."""
+    lane = u32(lane_index())
+    row = lane & u32(7) | (lane & u32(16)) >> u32(1)
+    return u32(swizzle128(u32(tile + (row << u32(7) | (lane & u32(8)) << u32(1)))))

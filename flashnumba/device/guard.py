@@ -31,9 +31,12 @@ i32, u32 = np.int32, np.uint32
 
 
 @cache
-def guard(dtype, rows, head_dim):
-    """clean, restore, poison, clear for tiles of `rows` x `head_dim` halves in 128-byte swizzle."""
-    SUBTILES, SUBTILE_BYTES, PARTS = head_dim // 64, 128 * rows, -(-rows // 32)
+def guard(dtype, rows, head_dim, fenced=True):
+    """clean, restore, poison, clear for tiles of `rows` x `head_dim` halves in 128-byte swizzle.
+
+    `fenced` where the asynchronous proxy reads them, as wgmma and TMA do.
+    """
+    SUBTILES, SUBTILE_BYTES, PARTS = -(-head_dim // 64), 128 * rows, -(-rows // 32)
     INF = {"float16": 0x7C00, "bfloat16": 0x7F80}[dtype]  # an exponent of all ones
     BOTH, CARRY = INF * 0x10001, (INF & -INF) * 0x10001  # adding the carry overflows into the sign
 
@@ -64,7 +67,8 @@ def guard(dtype, rows, head_dim):
             wrong = not_finite(y)
             wrong = (wrong << u32(1)) - (wrong >> u32(15))  # a sign bit to its whole half
             st_shared_u32(at, y & ~wrong)
-        fence_proxy_async()
+        if fenced:
+            fence_proxy_async()
 
     @inlined
     def clean(tile, worker, workers):
@@ -109,19 +113,21 @@ def guard(dtype, rows, head_dim):
                 for column in range(32 * SUBTILES):
                     at = column // 32 * SUBTILE_BYTES + column % 32 * 4
                     st_shared_u32(tile + u32(128 * row) + u32(at), u32(0))
-                fence_proxy_async()
+                if fenced:
+                    fence_proxy_async()
 
     @inlined
-    def restore(o_tile, columns, v_row, column0, first, last):
+    def restore(o_tile, columns, v_row, column0, first, last, subtile_bytes):
         """A warp adds what is not finite in a row (head_dim,) of V to rows [first, last) of O.
 
-        Those are in its tile of 16 rows and `columns` columns, the first of which is `column0`.
+        Those are in its tile of `columns` columns, the first of which is `column0`, with
+        `subtile_bytes` from one sub-tile of 64 columns to the next.
         """
         column, end = u32(lane_index()), min(i32(columns), i32(v_row.shape[0] - column0))
         while i32(column) < end:
             half = u32(v_row[column0 + i32(column)])
             if half & u32(INF) == u32(INF):
-                subtile = o_tile + u32(2048) * (column >> u32(6))
+                subtile = o_tile + subtile_bytes * (column >> u32(6))
                 row = first
                 while row < last:
                     at = u32(row) << u32(7) | (column & u32(63)) << u32(1)

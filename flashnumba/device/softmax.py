@@ -32,9 +32,9 @@ def row_sum(x):
 
 
 @cache
-def online_softmax(columns):
-    """The softmax of a fragment s of `columns` columns."""
-    COLUMNS_8 = columns // 8
+def online_softmax(columns, tiles=1):
+    """The softmax of a fragment s of `columns` columns and 16 rows, `tiles` of them."""
+    COLUMNS_8, TILE, ROWS = columns // 8, columns // 2, 2 * tiles
 
     @inlined
     def raise_m(s_max, m, l, a, shift, scale):
@@ -45,7 +45,7 @@ def online_softmax(columns):
         and `shift` is 0.
         """
         large = False
-        for r in range(2):
+        for r in range(ROWS):
             m_new = max_f32(m[r], s_max[r])
             m_safe = m_new if m_new != MINUS_INF else ZERO
             a[r] = ex2((m[r] - m_safe) * scale)
@@ -65,33 +65,36 @@ def online_softmax(columns):
         anything wait for it. If `raised`, acc has to be multiplied by a.
         """
         part = cuda.local.array(4, np.float32)  # by row and parity of the column: 4 short chains
-        s_max = cuda.local.array(2, np.float32)
-        for i in range(4):
-            part[i] = s[i]
-        for j in range(1, COLUMNS_8):
+        s_max = cuda.local.array(ROWS, np.float32)
+        growth = MINUS_INF
+        for t in range(tiles):
             for i in range(4):
-                part[i] = max_f32(part[i], s[4 * j + i])
-        for r in range(2):
-            s_max[r] = row_max(max_f32(part[2 * r], part[2 * r + 1]))
-        growth = max_f32(s_max[0] - m[0], s_max[1] - m[1])
+                part[i] = s[TILE * t + i]
+            for j in range(1, COLUMNS_8):
+                for i in range(4):
+                    part[i] = max_f32(part[i], s[TILE * t + 4 * j + i])
+            for r in range(2):
+                s_max[2 * t + r] = row_max(max_f32(part[2 * r], part[2 * r + 1]))
+                growth = max_f32(growth, s_max[2 * t + r] - m[2 * t + r])
         raised = cuda.any_sync(ALL_LANES, growth * scale > GROWTH)
         if raised:
             large = raise_m(s_max, m, l, a, shift, scale)
         if large:
-            for r in range(2):
+            for r in range(ROWS):
                 if shift[r] == ZERO and m[r] != MINUS_INF:
                     for j in range(COLUMNS_8):
                         for x in range(2):
-                            s[4 * j + 2 * r + x] -= m[r]
-        for i in range(4):
-            part[i] = ZERO
-        for j in range(COLUMNS_8):
+                            s[TILE * (r // 2) + 4 * j + r % 2 * 2 + x] -= m[r]
+        for t in range(tiles):
             for i in range(4):
-                p = ex2(s[4 * j + i] * scale - shift[i // 2])
-                s[4 * j + i] = p
-                part[i] += p
-        for r in range(2):
-            l[r] += part[2 * r] + part[2 * r + 1]
+                part[i] = ZERO
+            for j in range(COLUMNS_8):
+                for i in range(4):
+                    p = ex2(s[TILE * t + 4 * j + i] * scale - shift[2 * t + i // 2])
+                    s[TILE * t + 4 * j + i] = p
+                    part[i] += p
+            for r in range(2):
+                l[2 * t + r] += part[2 * r] + part[2 * r + 1]
         return raised, large
 
     return softmax

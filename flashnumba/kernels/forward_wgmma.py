@@ -361,7 +361,7 @@ def make_forward(config):
                     first = max(i32(row - right), i32(0))
                     last = min(i32(row + left + 1), i32(q_length - row0), i32(16))
                     v_row = v[field(smem, turn, BATCH), key, field(smem, turn, KV_HEAD)]
-                    restore(tile, O_COLUMNS, v_row, column0, first, last)
+                    restore(tile, O_COLUMNS, v_row, column0, first, last, u32(2048))
                     key = i32(key + 1)
 
     @inlined

@@ -1,10 +1,72 @@
-"""Global memory that several blocks write."""
+"""Global memory: 16 bytes of a row, and what several blocks write."""
 
 from functools import cache
 
-from flashnumba.ptx._asm import address, f32, reads, u32, writes
+import numpy as np
+
+from flashnumba.ptx._asm import address, f32, i32, reads, u32, writes
 from flashnumba.ptx._instruction import instruction
-from flashnumba.simulate import current_block, wait_until
+from flashnumba.simulate import SimulatorError, current_block, wait_until
+
+
+def sixteen_bytes(x, row, pitch, offset):
+    """16 bytes of a row of a 2-D array whose rows are `pitch` bytes apart, as a view."""
+    first, count = offset // x.itemsize, 16 // x.itemsize
+    if int(pitch) != x.strides[0] and len(x) > 1:
+        raise SimulatorError(f"rows {pitch} bytes apart, of an array with {x.strides=}")
+    if not 0 <= row < x.shape[0] or first + count > x.shape[1]:
+        raise SimulatorError(f"row {row}, 16 bytes from {offset}, are not in an array {x.shape}")
+    found = x[int(row), first : first + count]
+    if found.ctypes.data % 16 or found.strides[0] != x.itemsize:
+        raise SimulatorError("these are not 16 neighbouring bytes at a multiple of 16")
+    return found.view(np.uint8)
+
+
+def row_of(parts, x, row, pitch, inside, width):
+    """16 bytes from every 128 of a row; zeros past `width` bytes, and all zeros if not `inside`."""
+    for i in range(parts):
+        if inside and width > 128 * i:
+            yield sixteen_bytes(x, row, pitch, 128 * i)
+        else:
+            yield np.zeros(16, np.uint8)
+
+
+@cache
+def ld_global_row(parts):
+    """x = 16 bytes from every 128 of a row; operands as in `cp_async.cp_async_row`."""
+    text = "{{ .reg .s64 at; .reg .pred inside, here;\nsetp.ne.u32 inside, {inside}, 0;\n"
+    text += "mad.wide.s32 at, {row}, {pitch}, {source};\n"
+    for i in range(parts):
+        text += f"setp.gt.and.s32 here, {{width}}, {128 * i}, inside;\n"
+        text += "".join(f"mov.b32 {{x:{4 * i + j}}}, 0;\n" for j in range(4))
+        text += f"@here ld.global.v4.u32 {{x:{4 * i}:{4 * i + 4}}}, [at + {128 * i}];\n"
+
+    @instruction(text + "}}")
+    def ld_global_row(
+        x: writes(u32, 4 * parts), source: address, row: i32, pitch: i32, inside: u32, width: i32
+    ):
+        for i, values in enumerate(row_of(parts, source, row, pitch, inside, width)):
+            x[4 * i : 4 * i + 4] = values.view(np.uint32)
+
+    return ld_global_row
+
+
+@cache
+def st_global_row(parts):
+    """Store x as 16 bytes to every 128 of a row, without those past `width` bytes."""
+    text = "{{ .reg .s64 at; .reg .pred here;\nmad.wide.s32 at, {row}, {pitch}, {target};\n"
+    for i in range(parts):
+        text += f"setp.gt.s32 here, {{width}}, {128 * i};\n"
+        text += f"@here st.global.v4.u32 [at + {128 * i}], {{x:{4 * i}:{4 * i + 4}}};\n"
+
+    @instruction(text + "}}")
+    def st_global_row(target: address, row: i32, pitch: i32, width: i32, x: reads(u32, 4 * parts)):
+        for i in range(parts):
+            if width > 128 * i:
+                part = x[4 * i : 4 * i + 4].view(np.uint8)
+                sixteen_bytes(target, row, pitch, 128 * i)[:] = part
+
+    return st_global_row
 
 
 @instruction("{{ .reg .u64 at; mad.wide.u32 at, {i}, 16, {source}; ld.global.v4.f32 {x}, [at]; }}")
@@ -31,6 +93,22 @@ def red_global_add_f32(words, size, threads):
         fours[int(part) :: threads][: size // 4] += x_frag[:size].reshape(-1, 4)
 
     return red_global_add_f32
+
+
+@cache
+def red_global_add_f32_each(words, size, threads):
+    """The same one number at a time, which every GPU can: number i every `threads`."""
+    text = f"{{{{ .reg .u64 at; mad.wide.u32 at, {{tile}}, {4 * words}, {{target}};\n"
+    text += "mad.wide.u32 at, {part}, 4, at;\n"
+    for i in range(size):
+        text += f"red.global.add.f32 [at + {4 * threads * i}], {{x_frag:{i}}};\n"
+
+    @instruction(text + "}}")
+    def red_global_add_f32_each(target: address, tile: u32, part: u32, x_frag: reads(f32, size)):
+        numbers = target.reshape(-1, words)[int(tile)]
+        numbers[int(part) :: threads][:size] += x_frag[:size]
+
+    return red_global_add_f32_each
 
 
 @instruction(

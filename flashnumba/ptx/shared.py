@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from flashnumba.ptx._asm import address, f32, u32, writes
+from flashnumba.ptx._asm import address, f32, reads, u32, writes
 from flashnumba.ptx._instruction import instruction, warp_instruction
 from flashnumba.simulate import SimulatorError, current_block, current_thread
 
@@ -81,6 +81,13 @@ class SharedMemory:
             raise SimulatorError("shared memory was written while a reader of it was in flight")
         return self.bytes.view(dtype)[at // np.dtype(dtype).itemsize]
 
+    def rows(self, addresses):
+        """What ordinary loads of 16 bytes read; addresses (...) to halves (..., 8)."""
+        at = np.asarray(addresses, np.int64) - BASE
+        if at.min() < 0 or at.max() + CHUNK > len(self.bytes) or (at % CHUNK).any():
+            raise SimulatorError(f"16 bytes at {at.max()} of {len(self.bytes)}, or not aligned")
+        return self.bytes.reshape(-1, CHUNK)[at // CHUNK].view(np.uint16)
+
     def scatter(self, addresses, values):
         """An asynchronous write of numbers to byte addresses."""
         at = np.asarray(addresses) - BASE
@@ -143,6 +150,18 @@ def ld_shared_v2_f32(x: writes(f32, 2), a: u32):
 def st_shared_v4_f32(a: u32, x0: f32, x1: f32, x2: f32, x3: f32):
     """Four numbers to address a, a multiple of 16."""
     memory().store(a, np.array([x0, x1, x2, x3], np.float32))
+
+
+@instruction("st.shared.f32 [{a}], {x};")
+def st_shared_f32(a: u32, x: f32):
+    """A number to address a, a multiple of 4."""
+    memory().store(a, np.array([x], np.float32))
+
+
+@instruction("st.shared.v4.u32 [{a}], {x};")
+def st_shared_v4_u32(a: u32, x: reads(u32, 4)):
+    """Sixteen bytes of x (4,) to address a, a multiple of 16."""
+    memory().store(a, x[:4])
 
 
 @instruction("st.shared.u32 [{a}], {x};")

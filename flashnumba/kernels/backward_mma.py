@@ -1,0 +1,347 @@
+"""The backward pass on tensor cores of a warp: dK, dV and dQ with S and P computed again, from lse.
+
+A block has a tile of keys and walks the tiles of queries that see them, head by head of their
+group, from the last to the first. S, P, dP and dS are transposed: keys are their rows. All warps
+work on each of the five products, each on a part that lets it use again what it has loaded; p and
+ds go from one product to the next through shared memory.
+
+    wait for tile n; barrier                 all warps are done with tile n - 1
+    s  = k q^T                               ldmatrix, mma.sync
+    start the copy of tile n + STAGES - 1
+    dp = v do^T                              p = e^(s - lse) meanwhile
+    ds = p (dp - delta)                      p and ds to shared memory; barrier
+    dv += p do
+    dq  = ds^T k                             added in global memory
+    dk += ds q
+
+delta = rowsum(do o) - dlse comes from kernels/backward_passes.py. All blocks add to dq, in float32
+and in the order of fragments; there it becomes an array. If sums are to be deterministic, a block
+waits for the one of the keys before it, which was started earlier.
+
+Source: Dao, FlashAttention-2 (2023), algorithm 2.
+"""
+
+from functools import cache
+
+import numpy as np
+from numba import cuda
+from numba.cuda import types
+
+from flashnumba.config import Kernel
+from flashnumba.device import inlined
+from flashnumba.device.copy import block_copies, wait_copies, warp_store
+from flashnumba.device.fragment import first_columns, first_rows, pairs_to_shared, scores
+from flashnumba.device.guard import guard
+from flashnumba.device.pipeline import lane_index
+from flashnumba.device.sequence import alignment, length, place, tiles
+from flashnumba.ptx.memory import (
+    red_global_add_f32,
+    red_global_add_f32_each,
+    st_release_u32,
+    wait_acquire_u32,
+)
+from flashnumba.ptx.mma import mma_ss
+from flashnumba.ptx.shared import (
+    cvta_to_shared,
+    ld_shared_f32,
+    ld_shared_u32,
+    ld_shared_v2_f32,
+    st_shared_f32,
+)
+from flashnumba.ptx.thread import ex2
+
+ALL_LANES = 0xFFFFFFFF
+i32, u32, f32 = np.int32, np.uint32, np.float32
+
+
+@cache
+def make_backward(config):
+    """dk, dv, and dq in the order of fragments."""
+    D, BLOCK_M, BLOCK_N, WARPS = config.head_dim, config.block_m, config.block_n, i32(config.warps)
+    THREADS, STAGES, TURING = config.threads, config.stages, config.turing
+    DETERMINISTIC = config.deterministic
+    MINUS_FAR, ZERO, ONE = i32(-(1 << 30)), f32(0), u32(1)
+    # A warp's part of s and dp: keys x queries; of dk and dv: keys x columns; of dq.
+    S_SPLIT, S_KEYS = config.s_keys, BLOCK_N // config.s_keys
+    QUERIES = BLOCK_M * S_SPLIT // config.warps
+    S_TILES, S_SIZE, STATS_SIZE = S_KEYS // 16, S_KEYS * QUERIES // 32, QUERIES // 4
+    DKV_SPLIT, DKV_KEYS = config.dkv_keys, BLOCK_N // config.dkv_keys
+    COLUMNS = D * DKV_SPLIT // config.warps
+    DKV_TILES, ACC_SIZE = DKV_KEYS // 16, DKV_KEYS * COLUMNS // 32
+    DQ_SPLIT, (DQ_TILES, DQ_COLUMNS) = config.dq_queries, config.dq_tile
+    DQ_SIZE = DQ_TILES * DQ_COLUMNS // 2
+    # Shared memory: K, V, Q and dO by slots, P, dS; lse and delta by slots; flags of keys.
+    KV_BYTES, Q_BYTES, P_BYTES = u32(config.kv_bytes), u32(config.q_bytes), u32(config.p_bytes)
+    SLOTS, STATS_BYTES = u32(STAGES), u32(8 * BLOCK_M)
+    Q_STEP, KV_STEP = 128 * BLOCK_M, 128 * BLOCK_N
+    V = KV_BYTES
+    Q = u32(2 * KV_BYTES)
+    DO = u32(Q + STAGES * Q_BYTES)
+    P = u32(DO + STAGES * Q_BYTES)
+    DS = u32(P + P_BYTES)
+    STATS = u32(DS + P_BYTES)
+    FLAGS = u32(STATS + STAGES * STATS_BYTES)
+
+    own_column, load_q, commit = block_copies(D, BLOCK_M, THREADS, TURING)
+    _, load_kv, _ = block_copies(D, BLOCK_N, THREADS, TURING)
+    wait_tile, wait_all = wait_copies(STAGES - 2, TURING), wait_copies(0, TURING)
+    store_rows = warp_store(COLUMNS)
+    gemm = lambda *sizes, **options: mma_ss(*sizes, **options, turing=TURING)
+    dtype = config.dtype
+    gemm_s = gemm(S_TILES, QUERIES, D, dtype, BLOCK_N, BLOCK_M)
+    gemm_dkv = gemm(DKV_TILES, COLUMNS, BLOCK_M, dtype, BLOCK_N, BLOCK_M, b_mn_major=True, add=True)
+    gemm_dq = gemm(
+        DQ_TILES, DQ_COLUMNS, BLOCK_N, dtype, BLOCK_N, BLOCK_N, a_mn_major=True, b_mn_major=True
+    )
+    red = red_global_add_f32 if config.vector_red else red_global_add_f32_each
+    red_global_add = red(BLOCK_M * D, DQ_SIZE, THREADS)
+    poison = guard(dtype, BLOCK_N, D, fenced=False).poison
+    clear = guard(dtype, BLOCK_M, D, fenced=False).clear
+    mask, _, _ = scores(dtype, QUERIES, S_TILES)
+    p_to_shared = pairs_to_shared(dtype, QUERIES, S_TILES, KV_STEP)
+    acc_to_shared = pairs_to_shared(dtype, COLUMNS, DKV_TILES, KV_STEP)
+
+    @inlined
+    def slot(start, n, size):
+        return u32(start + n % SLOTS * size)
+
+    @inlined
+    def at(row, column, step):
+        """Where a row and a column of a tile lie; `step` bytes from one sub-tile to the next."""
+        return u32(row << u32(7)) + (column >> u32(6)) * u32(step) + ((column & u32(63)) << u32(1))
+
+    @inlined
+    def tiles_of(n_block, q_length, kv_length, offset, left, right):
+        """(begin, full_begin, full_end, end) of the query tiles that see a block's keys."""
+        first = i32(n_block * BLOCK_N)
+        last = min(i32(first + BLOCK_N), kv_length) - 1
+        begin, full_begin, full_end, end = tiles(
+            first, last, -offset, right, left, q_length, BLOCK_M
+        )
+        full_end = i32(full_end) if first + BLOCK_N <= kv_length else i32(full_begin)
+        return i32(begin), i32(full_begin), full_end, i32(end)
+
+    @inlined
+    def step(h, m_block, begin, end):
+        """The tile of queries before this one, after a head's first the last of the next head."""
+        m_block = i32(m_block - 1)
+        return (h, m_block) if m_block >= begin else (i32(h + 1), i32(end - 1))
+
+    @inlined
+    def load(smem, n, count, tile, b, column, q, do, stats, q_length):
+        """Tile number n of Q, dO, lse and delta; zeros where there is none."""
+        inside = n < count
+        h, m_block = (tile[0], tile[1]) if inside else (i32(0), i32(0))
+        row0, end = i32(m_block * BLOCK_M), q_length if inside else MINUS_FAR
+        load_q(slot(smem + Q, n, Q_BYTES), q[b, :, h, column:], row0, end)
+        load_q(slot(smem + DO, n, Q_BYTES), do[b, :, h, column:], row0, end)
+        if inside:
+            for i in range(i32(cuda.threadIdx.x), i32(2 * BLOCK_M), i32(THREADS)):
+                at = u32(slot(smem + STATS, n, STATS_BYTES) + u32(4 * i))
+                st_shared_f32(at, stats[b, h, m_block, i])
+        commit()
+
+    @inlined
+    def protect(smem, warp, n, poisoned):
+        """K from queries that must not see it; Q and dO that see no key from all keys."""
+        if n == u32(0):
+            poison(smem, u32(smem + FLAGS), i32(warp), WARPS)
+        stats = slot(smem + STATS, n, STATS_BYTES)
+        if i32(warp) == 0:
+            clear(slot(smem + Q, n, Q_BYTES), stats)
+        if i32(warp) == WARPS - 1:
+            clear(slot(smem + DO, n, Q_BYTES), stats)
+        cuda.syncthreads()
+        if n == u32(0):
+            for i in range(WARPS):
+                flag = ld_shared_u32(u32(smem + FLAGS + u32(4 * (BLOCK_N + i))))
+                poisoned = poisoned or flag != u32(0)
+        return poisoned
+
+    @inlined
+    def read_stats(smem, n, query0, part, x):
+        """Of this thread's queries: lse, or delta where `part` is 1."""
+        pair = cuda.local.array(2, np.float32)
+        lane = u32(lane_index()) & u32(3)
+        start = u32(slot(smem + STATS, n, STATS_BYTES) + u32(4 * BLOCK_M * part) + lane * u32(8))
+        for j in range(QUERIES // 8):
+            ld_shared_v2_f32(pair, u32(start + query0 * u32(4) + u32(32 * j)))
+            x[2 * j], x[2 * j + 1] = pair[0], pair[1]
+
+    @inlined
+    def add_poison(smem, key0, s):
+        """Scores of keys that are not finite become NaN."""
+        row = u32(key0 + (u32(lane_index()) >> u32(2)))
+        for r in range(2 * S_TILES):
+            bad = ld_shared_f32(u32(smem + FLAGS + u32(4) * (row + u32(8 * r))))
+            for j in range(QUERIES // 8):
+                for x in range(2):
+                    s[r // 2 * (QUERIES // 2) + 4 * j + r % 2 * 2 + x] += bad
+
+    @inlined
+    def hide(x, key0, query0, q_length, kv_length, offset, left, right):
+        """0 where a query does not see a key; key0 and query0 are this warp's first."""
+        lane = u32(lane_index())
+        key, first = i32(key0 + i32(lane >> u32(2))), i32(query0 + i32(lane << ONE & u32(6)))
+        for r in range(2 * S_TILES):
+            middle = i32(key + 8 * r - offset - first)
+            end = min(i32(middle + left + 1), i32(q_length - first))
+            if key + 8 * r >= kv_length:
+                end = i32(0)
+            mask(x, r, i32(middle - right), end, ZERO)
+
+    @inlined
+    def add_dq(dq_tiles, turns, n_block, m_block, before, dq):
+        """Add a tile of dq in global memory, in turn if that is asked for."""
+        if DETERMINISTIC:
+            if before[0] <= m_block < before[1]:
+                if cuda.threadIdx.x == 0:
+                    wait_acquire_u32(turns, u32(m_block), u32(n_block))
+                cuda.syncthreads()
+        red_global_add(dq_tiles, u32(m_block), u32(cuda.threadIdx.x), dq)
+        if DETERMINISTIC:
+            cuda.syncthreads()
+            if cuda.threadIdx.x == 0:
+                st_release_u32(turns, u32(m_block), u32(n_block + 1))
+
+    @inlined
+    def write(tile, acc, x, key0, column0, row0, row_end):
+        """A warp's part of dk or dv by way of shared memory."""
+        own = u32(tile + at(key0, column0, KV_STEP))
+        acc_to_shared(acc, own)
+        cuda.syncwarp()
+        store_rows(x, own, KV_STEP, DKV_KEYS, i32(row0 + i32(key0)), row_end)
+
+    def backward(
+        do, q, k, v, stats, dq, turns, dk, dv, q_lengths, kv_lengths, scale, scale_log2, left,
+        right, upper_left, together,
+    ):  # fmt: skip
+        smem = cvta_to_shared(cuda.shared.array(0, np.uint8, alignment=1024))
+        warp = u32(cuda.shfl_sync(ALL_LANES, i32(u32(cuda.threadIdx.x) >> u32(5)), 0))
+        s = cuda.local.array(S_SIZE, np.float32)
+        dp = cuda.local.array(S_SIZE, np.float32)
+        lse = cuda.local.array(STATS_SIZE, np.float32)
+        delta = cuda.local.array(STATS_SIZE, np.float32)
+        dq_acc = cuda.local.array(DQ_SIZE, np.float32)
+        dk_acc = cuda.local.array(ACC_SIZE, np.float32)
+        dv_acc = cuda.local.array(ACC_SIZE, np.float32)
+        for i in range(ACC_SIZE):
+            dk_acc[i], dv_acc[i] = ZERO, ZERO
+
+        heads_kv, seqlen_kv = u32(k.shape[2]), i32(k.shape[1])
+        n_blocks = u32((seqlen_kv + BLOCK_N - 1) // BLOCK_N)
+        all_heads = u32(heads_kv * u32(k.shape[0]))
+        last, head = place(u32(cuda.blockIdx.x), u32(together), all_heads, n_blocks)
+        n_block = i32(n_blocks - ONE - last)  # the first keys have the most queries if causal
+        kv_head, b = head % heads_kv, head // heads_kv
+        group = i32(u32(q.shape[2]) // heads_kv)
+        q_length = i32(length(q_lengths, b, i32(q.shape[1])))
+        kv_length = i32(length(kv_lengths, b, seqlen_kv))
+        offset = i32(alignment(q_length, kv_length, upper_left))
+        begin, full_begin, full_end, end = tiles_of(
+            n_block, q_length, kv_length, offset, left, right
+        )
+        before = i32(0), i32(0)
+        if DETERMINISTIC and n_block > 0:
+            others = tiles_of(i32(n_block - 1), q_length, kv_length, offset, left, right)
+            before = others[0], others[3]
+
+        # Of this warp: its first key and query in s and dp; key and column in dk, dv; query and
+        # column in dq.
+        s_key, s_query = warp % u32(S_SPLIT) * u32(S_KEYS), warp // u32(S_SPLIT) * u32(QUERIES)
+        d_key, d_column = (
+            warp % u32(DKV_SPLIT) * u32(DKV_KEYS),
+            warp // u32(DKV_SPLIT) * u32(COLUMNS),
+        )
+        dq_query = warp % u32(DQ_SPLIT) * u32(16 * DQ_TILES)
+        dq_column = warp // u32(DQ_SPLIT) * u32(DQ_COLUMNS)
+        s_rows = at(s_key, u32(0), 0)
+        s_columns = at(s_query, u32(0), 0)
+        p_own = at(s_key, s_query, KV_STEP)
+        p_rows, d_columns = at(d_key, u32(0), 0), at(u32(0), d_column, Q_STEP)
+        ds_columns, k_columns = at(u32(0), dq_query, KV_STEP), at(u32(0), dq_column, KV_STEP)
+
+        column, kv_row0 = own_column(), i32(n_block * BLOCK_N)
+        load_kv(smem, k[b, :, kv_head, column:], kv_row0, kv_length)
+        load_kv(u32(smem + V), v[b, :, kv_head, column:], kv_row0, kv_length)
+        n, h, m_block = u32(0), i32(i32(kv_head) * group), i32(end - 1)
+        ahead, count = (h, m_block), u32(group * (end - begin))
+        masked, poisoned = begin < full_begin or full_end < end, False
+        for stage in range(STAGES - 1):
+            load(smem, u32(stage), count, ahead, b, column, q, do, stats, q_length)
+            ahead = step(ahead[0], ahead[1], begin, end)
+
+        while n < count:
+            wait_tile()
+            cuda.syncthreads()
+            q_tile, do_tile = slot(smem + Q, n, Q_BYTES), slot(smem + DO, n, Q_BYTES)
+            if masked:
+                poisoned = protect(smem, warp, n, poisoned)
+            gemm_s(s, first_rows(u32(smem + s_rows)), first_columns(u32(q_tile + s_columns)))
+            load(smem, u32(n + u32(STAGES - 1)), count, ahead, b, column, q, do, stats, q_length)
+            ahead = step(ahead[0], ahead[1], begin, end)
+            gemm_s(dp, first_rows(u32(smem + V + s_rows)), first_columns(u32(do_tile + s_columns)))
+            if poisoned:
+                add_poison(smem, s_key, s)
+            to_mask = not full_begin <= m_block < full_end
+            key0, query0 = i32(kv_row0 + i32(s_key)), i32(m_block * BLOCK_M + i32(s_query))
+            read_stats(smem, n, s_query, 0, lse)
+            for j in range(QUERIES // 8):
+                for r in range(2 * S_TILES):
+                    for x in range(2):
+                        i = r // 2 * (QUERIES // 2) + 4 * j + r % 2 * 2 + x
+                        s[i] = ex2(s[i] * scale_log2 - lse[2 * j + x])
+            if to_mask:
+                hide(s, key0, query0, q_length, kv_length, offset, left, right)
+            p_to_shared(s, u32(smem + P + p_own))
+            read_stats(smem, n, s_query, 1, delta)
+            for j in range(QUERIES // 8):
+                for r in range(2 * S_TILES):
+                    for x in range(2):
+                        i = r // 2 * (QUERIES // 2) + 4 * j + r % 2 * 2 + x
+                        dp[i] = s[i] * (dp[i] - delta[2 * j + x])
+            if to_mask:
+                hide(dp, key0, query0, q_length, kv_length, offset, left, right)
+            p_to_shared(dp, u32(smem + DS + p_own))
+            cuda.syncthreads()
+            gemm_dkv(
+                dv_acc, first_rows(u32(smem + P + p_rows)), first_rows(u32(do_tile + d_columns))
+            )
+            gemm_dq(
+                dq_acc,
+                first_columns(u32(smem + DS + ds_columns)),
+                first_rows(u32(smem + k_columns)),
+            )
+            gemm_dkv(
+                dk_acc, first_rows(u32(smem + DS + p_rows)), first_rows(u32(q_tile + d_columns))
+            )
+            add_dq(dq[b, h], turns[b, h], n_block, m_block, before, dq_acc)
+            n = u32(n + ONE)
+            h, m_block = step(h, m_block, begin, end)
+
+        wait_all()
+        cuda.syncthreads()
+        for i in range(ACC_SIZE):
+            dk_acc[i] *= scale
+        first, stop = i32(d_column), i32(d_column) + COLUMNS
+        write(smem, dk_acc, dk[b, :, kv_head, first:stop], d_key, d_column, kv_row0, seqlen_kv)
+        write(
+            u32(smem + V),
+            dv_acc,
+            dv[b, :, kv_head, first:stop],
+            d_key,
+            d_column,
+            kv_row0,
+            seqlen_kv,
+        )
+
+    x, n = types.Array(types.uint16, 4, "A"), types.Array(types.int64, 1, "A")
+    rows, turns = types.Array(types.float32, 4, "C"), types.Array(types.int32, 3, "C")
+    signature = types.void(
+        x, x, x, x, rows, rows, turns, x, x, n, n, types.float32, types.float32, types.int32,
+        types.int32, types.int64, types.int32,
+    )  # fmt: skip
+    key = f"mma backward {config}"
+    return Kernel(
+        key, backward, signature, config.threads, config.shared_bytes, blocks=config.blocks
+    )
