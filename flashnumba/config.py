@@ -395,6 +395,17 @@ class Family:
     dtypes: tuple
     head_dim: int  # at most
 
+    def runs_on(self, machine, dtype):
+        return self.first <= machine.capability <= self.last and dtype in self.dtypes
+
+    def __str__(self):
+        to = "" if self.first == self.last else " or more"
+        return f"{version(self.first)}{to} ({', '.join(self.dtypes)})"
+
+
+def version(capability):
+    return "{}.{}".format(*capability)
+
 
 # Which kernels compute what, the fastest first. What none of them takes is for "simt".
 FAMILIES = (
@@ -457,6 +468,12 @@ def choose_mma_backward(dtype, head_dim, machine, deterministic=False, simulated
         if config.shared_bytes <= machine.shared_bytes:
             return config
     return None
+
+
+def mma_fits(dtype, head_dim, machine):
+    """Whether forward and backward have tiles for a GPU's shared memory."""
+    chosen = (choose(dtype, head_dim, machine) for choose in (choose_mma, choose_mma_backward))
+    return None not in chosen
 
 
 def choose_wgmma_backward(dtype, head_dim, deterministic=False):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flashnumba import arrays, config, runtime
+from flashnumba.config import version
 from flashnumba.tensormap import addressable
 from flashnumba.window import UNBOUNDED
 
@@ -440,21 +441,15 @@ def _obstacle(name, q, v, machine, simulated):
         )
     if simulated:
         return None
-    for family in families:
-        if family.first <= machine.capability <= family.last and q.dtype.name in family.dtypes:
-            return None
-    ranges = [f"{capabilities(family)} for {' and '.join(family.dtypes)}" for family in families]
-    return RuntimeError(
-        f"the {name} backend needs a GPU of compute capability {', or '.join(ranges)}, not "
-        f"{version(machine.capability)}, for q.dtype={q.dtype}"
-    )
-
-
-def version(capability):
-    return "{}.{}".format(*capability)
-
-
-def capabilities(family):
-    if family.first == family.last:
-        return version(family.first)
-    return f"{version(family.first)} or more"
+    if not any(family.runs_on(machine, q.dtype.name) for family in families):
+        return RuntimeError(
+            f"the {name} backend needs a GPU of compute capability "
+            f"{', '.join(map(str, families))}, not {version(machine.capability)} with "
+            f"q.dtype={q.dtype}"
+        )
+    if name == "mma" and not config.mma_fits(q.dtype.name, head_dim, machine):
+        return RuntimeError(
+            f"no tile of the mma backend with {head_dim=} fits the {machine.shared_bytes} bytes of "
+            "shared memory that a block has on this GPU"
+        )
+    return None

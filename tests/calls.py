@@ -25,16 +25,22 @@ def on_gpu(backend):
 
 def named(backend):
     """What a user calls it."""
-    return {"gpu": "simt", "gpu-wgmma": "wgmma"}.get(backend, backend)
+    return "simt" if backend == "gpu" else backend.removeprefix("gpu-")
 
 
-def wgmma(backend):
-    return backend.endswith("wgmma")
+def tensor_cores(backend):
+    """Whether it is kernels for tensor cores: wgmma or mma."""
+    return backend.endswith("mma")
+
+
+def of_blocks(backend):
+    """Whether it is a simulated kernel of many threads, a second or two a call."""
+    return backend in ("simulator-mma", "simulator-wgmma")
 
 
 def half(backend, dtype="float32"):
     """A dtype that the backend can compute: `dtype`, or float16 where it must be a half."""
-    return "float16" if wgmma(backend) and dtype in ("float32", "float64") else dtype
+    return "float16" if tensor_cores(backend) and dtype in ("float32", "float64") else dtype
 
 
 def problem(seqlen_q, seqlen_kv, *, batch=1, heads=1, heads_kv=None, dim=16, dim_v=None,

@@ -17,6 +17,7 @@ if "FLASHNUMBA_CACHE_DIR" not in os.environ:
     CACHE = os.environ["FLASHNUMBA_CACHE_DIR"] = tempfile.mkdtemp(prefix="flashnumba-test-")
 
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)
+AMPERE = pytest.param("gpu-mma", marks=[pytest.mark.gpu, pytest.mark.sm80])
 HOPPER = pytest.param("gpu-wgmma", marks=[pytest.mark.gpu, pytest.mark.sm90])
 
 
@@ -26,19 +27,26 @@ def pytest_unconfigure():
 
 
 def pytest_collection_modifyitems(items):
-    problem = no_hopper = runtime.gpu_problem()
+    problem = no_hopper = too_old = runtime.gpu_problem()
     if problem is None and runtime.capability() != (9, 0):
         no_hopper = "this GPU is not of compute capability 9.0"
+    if problem is None and runtime.capability() < (8, 0):
+        too_old = "this GPU is not of compute capability 8.0 or more"
     for item in items:
         if problem is not None and "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason=problem))
+        elif too_old is not None and "sm80" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason=too_old))
         elif no_hopper is not None and "sm90" in item.keywords:
             item.add_marker(pytest.mark.skip(reason=no_hopper))
 
 
-@pytest.fixture(params=["numpy", "simulator", "simulator-wgmma", GPU, HOPPER])
+SIMULATORS = "simulator", "simulator-mma", "simulator-wgmma"
+
+
+@pytest.fixture(params=["numpy", *SIMULATORS, GPU, AMPERE, HOPPER])
 def backend(request):
-    """Every backend in turn; "gpu" and "gpu-wgmma" are simt and wgmma, CuPy in and CuPy out."""
+    """Every backend in turn; "gpu", "gpu-mma", ... are simt, mma, ..., CuPy in and CuPy out."""
     return request.param
 
 

@@ -89,7 +89,7 @@ class FakeGPU:
         class Device:
             id = gpu.device if index is None else index
             compute_capability = property(lambda self: gpu.capability[self.id])
-            attributes = {"MultiProcessorCount": 3}
+            attributes = {"MultiProcessorCount": 3, "MaxSharedMemoryPerBlockOptin": 227 << 10}
 
             def __eq__(self, other):
                 return self.id == other.id

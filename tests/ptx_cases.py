@@ -22,6 +22,8 @@ from numba.cuda.extending import register_jitable
 
 from flashnumba import ptx, simulate
 from flashnumba.config import Kernel
+from flashnumba.device import inlined
+from flashnumba.device.fragment import first_columns, first_rows
 from flashnumba.device.pipeline import ring
 from flashnumba.ptx.barrier import (
     bar_arrive,
@@ -33,14 +35,19 @@ from flashnumba.ptx.barrier import (
     setmaxnreg_dec,
     setmaxnreg_inc,
 )
+from flashnumba.ptx.cp_async import cp_async_commit_group, cp_async_row, cp_async_wait_group
 from flashnumba.ptx.layout import descriptor_constant, k_major, mn_major, swizzle128
 from flashnumba.ptx.memory import (
     fence_proxy_async_global,
+    ld_global_row,
     ld_global_v4_f32,
     red_global_add_f32,
+    red_global_add_f32_each,
+    st_global_row,
     st_release_u32,
     wait_acquire_u32,
 )
+from flashnumba.ptx.mma import mma_rs, mma_ss
 from flashnumba.ptx.shared import (
     cvta_to_shared,
     fence_proxy_async,
@@ -49,10 +56,12 @@ from flashnumba.ptx.shared import (
     ld_shared_u32,
     ld_shared_v2_f32,
     ld_shared_v4_u32,
+    st_shared_f32,
     st_shared_f32_if_negative,
     st_shared_u16,
     st_shared_u32,
     st_shared_v4_f32,
+    st_shared_v4_u32,
     stmatrix_x4,
 )
 from flashnumba.ptx.thread import (
@@ -317,6 +326,119 @@ def make_stmatrix():
     return Case(kernel, operands, {2: exact}, {"STSM": 2})
 
 
+# --- memory.py and cp_async.py: rows --------------------------------------------------------------
+
+ROW_PARTS, ROW_STEP = 3, 2048  # 16 bytes of every 128 of a row, and where in shared memory each is
+ROWS, COLUMNS = 40, 168  # of halves, of one head of an array; thread t starts at column 8 (t % 8)
+
+
+@inlined
+def number_words(smem, count):
+    """Shared memory = 0, 1, 2, ..., so that what is not written over can be seen."""
+    for i in range(i32(cuda.threadIdx.x), i32(count), i32(cuda.blockDim.x)):
+        st_shared_u32(smem + u32(4 * i), u32(i))
+
+
+@inlined
+def write_down(smem, words):
+    for i in range(i32(cuda.threadIdx.x), i32(words.shape[0]), i32(cuda.blockDim.x)):
+        words[i] = ld_shared_u32(smem + u32(4 * i))
+
+
+def random_rows(rng, shape):
+    """(row, 16 or 0 if it is past the array, bytes of it), by thread, the last axis.
+
+    Down to no bytes, and up to what the array has from the thread's column on.
+    """
+    inside = rng.random(shape) < 0.8
+    row = rng.integers(0, ROWS, shape) + ROWS * ~inside
+    width = np.minimum(16 * rng.integers(-1, 22, shape), 2 * COLUMNS - 16 * (np.arange(64) % 8))
+    return row.astype(i32), u32(16) * inside.astype(u32), width.astype(i32)
+
+
+def random_bits(rng, *shape):
+    return rng.integers(0, 1 << 16, shape, np.uint16)
+
+
+def make_rows():
+    """Each thread loads a row, hands it to another through shared memory, and stores what it got.
+
+    Rows of a strided array, cut at a width: what is past that is loaded as zeros and not stored.
+    """
+    load, store, SIZE = ld_global_row(ROW_PARTS), st_global_row(ROW_PARTS), 4 * ROW_PARTS
+
+    def kernel(x, row, inside, width, at, image, y, to_row, to_width):
+        smem = cvta_to_shared(cuda.shared.array(0, np.uint8, alignment=1024))
+        t = i32(cuda.threadIdx.x)
+        bits = cuda.local.array(SIZE, np.uint32)
+        four = cuda.local.array(4, np.uint32)
+        number_words(smem, image.shape[0])
+        cuda.syncthreads()
+        source, target = x[:, 1, 8 * (t % 8) :], y[:, 0, 8 * (t % 8) :]
+        load(bits, source, row[t], i32(x.strides[0]), inside[t], width[t])
+        for part in range(ROW_PARTS):
+            for i in range(4):
+                four[i] = bits[4 * part + i]
+            st_shared_v4_u32(smem + at[t] + u32(ROW_STEP * part), four)
+        cuda.syncthreads()
+        write_down(smem, image)
+        for part in range(ROW_PARTS):
+            ld_shared_v4_u32(four, smem + at[63 - t] + u32(ROW_STEP * part))
+            for i in range(4):
+                bits[4 * part + i] = four[i]
+        store(target, to_row[t], i32(y.strides[0]), to_width[t], bits)
+
+    def operands(rng):
+        x, y = random_bits(rng, ROWS, 3, COLUMNS), random_bits(rng, 64, 2, COLUMNS)
+        row, inside, width = random_rows(rng, 64)
+        at = 16 * rng.permutation(ROW_STEP // 16)[:64].astype(u32)
+        image = np.zeros(ROW_PARTS * ROW_STEP // 4, u32)
+        to_row = rng.permutation(64).astype(i32)  # all different
+        return [x, row, inside, width, at, image, y, to_row, random_rows(rng, 64)[2]]
+
+    x, n = types.Array(types.uint16, 3, "A"), types.Array(types.int32, 1, "A")
+    kinds = [x, n, words(), n, words(), words(), x, n, n]
+    kernel = kernel_of("rows", kernel, kinds, 64, ROW_PARTS * ROW_STEP)
+    machine = {"LDG": ROW_PARTS, "STG": ROW_PARTS, "STS": 1 + ROW_PARTS, "LDS": 1 + ROW_PARTS}
+    return Case(kernel, operands, {5: exact, 6: exact}, machine)
+
+
+def make_cp_async():
+    """Two groups of copies in flight; the older is read when only it has to be there, then both."""
+    HALF_BYTES = ROW_PARTS * ROW_STEP
+    start = cp_async_row(ROW_PARTS, ROW_STEP)
+    wait_older, wait_all = cp_async_wait_group(1), cp_async_wait_group(0)
+
+    def kernel(x, row, inside, width, at, older, both):
+        smem = cvta_to_shared(cuda.shared.array(0, np.uint8, alignment=1024))
+        t = i32(cuda.threadIdx.x)
+        number_words(smem, both.shape[0])
+        cuda.syncthreads()
+        source, pitch = x[:, 1, 8 * (t % 8) :], i32(x.strides[0])
+        for n in range(2):
+            place = smem + u32(HALF_BYTES * n) + at[n, t]
+            start(place, source, row[n, t], pitch, inside[n, t], width[n, t])
+            cp_async_commit_group()
+        wait_older()
+        cuda.syncthreads()
+        write_down(smem, older)
+        wait_all()
+        cuda.syncthreads()
+        write_down(smem, both)
+
+    def operands(rng):
+        at = [16 * rng.permutation(ROW_STEP // 16)[:64] for _ in range(2)]
+        out = np.zeros(HALF_BYTES // 4, u32), np.zeros(HALF_BYTES // 2, u32)
+        x = random_bits(rng, ROWS, 3, COLUMNS)
+        return [x, *random_rows(rng, (2, 64)), np.array(at, u32), *out]
+
+    n = types.Array(types.int32, 2, "A")
+    kinds = [types.Array(types.uint16, 3, "A"), n, words(2), n, words(2), words(), words()]
+    kernel = kernel_of("cp_async", kernel, kinds, 64, 2 * HALF_BYTES)
+    machine = {"LDGSTS": ROW_PARTS, "LDGDEPBAR": 1, "DEPBAR": 2}
+    return Case(kernel, operands, {5: exact, 6: exact}, machine)
+
+
 # --- barrier.py -----------------------------------------------------------------------------------
 
 
@@ -512,6 +634,31 @@ def make_bulk():
     return Case(kernel, operands, dict.fromkeys(range(2, 8), exact), machine)
 
 
+def make_red():
+    """Three blocks turn numbers around in shared memory and add them to two tiles, one by one."""
+    WORDS, SIZE = 256, 4
+    add = red_global_add_f32_each(WORDS, SIZE, 64)
+
+    def kernel(x, to, y):
+        smem = cvta_to_shared(cuda.shared.array(0, np.uint8, alignment=1024))
+        t, block = i32(cuda.threadIdx.x), i32(cuda.blockIdx.x)
+        mine = cuda.local.array(SIZE, np.float32)
+        for i in range(SIZE):
+            st_shared_f32(smem + u32(4 * (t + 64 * i)), x[block, t + 64 * i])
+        cuda.syncthreads()
+        for i in range(SIZE):
+            mine[i] = ld_shared_f32(smem + u32(4 * (WORDS - 1 - t - 64 * i)))
+        add(y, u32(to[block]), u32(t), mine)
+
+    def operands(rng):
+        x, y = (rng.integers(-99, 100, (rows, WORDS)).astype(f32) for rows in (3, 3))
+        return [x, np.array([2, 0, 2], u32), y]
+
+    rows = types.Array(types.float32, 2, "C")
+    kernel = kernel_of("red", kernel, [rows, words(), rows], 64, 4 * WORDS)
+    return Case(kernel, operands, {2: exact}, {"RED": SIZE, "STS": 1, "LDS": 1}, 3)
+
+
 # --- wgmma.py -------------------------------------------------------------------------------------
 
 SIZES = (64, 80, 96, 128, 160, 176, 256)
@@ -646,6 +793,127 @@ def a_fragment(a):
     parts = a.view(np.uint16).reshape(w, 2, g, step, column_8, 4, 2)  # w row_8 g step col_8 c half
     parts = parts.transpose(0, 2, 5, 3, 4, 1, 6)  # w g c step col_8 row_8 half
     return np.ascontiguousarray(parts).view(u32).reshape(128, 4 * step)
+
+
+# --- mma.py ---------------------------------------------------------------------------------------
+
+# Columns of the product and of A, by how many tiles of 16 rows a warp has: parts of sub-tiles of 64
+# columns in both. `mma_rs` takes the first columns of A, in MMA_STEPS steps of 16.
+MMA_SIZES = {1: (144, 160), 2: (80, 96)}
+MMA_STEPS = 5
+MMA_FORMS = {
+    "1-float16": (1, "float16", False),
+    "1-bfloat16": (1, "bfloat16", False),
+    "2-float16": (2, "float16", False),
+    "2-bfloat16": (2, "bfloat16", False),
+    "turing": (2, "float16", True),
+}
+
+
+def make_mma(tiles, dtype, integers, turing):
+    """Every one of PRODUCTS, from arrays A (64, k), B (n, k) and their transposes.
+
+    By as many warps as have 64 rows. Sums are exact, or as far off, as in `make_wgmma`.
+    """
+    n, k = MMA_SIZES[tiles]
+    THREADS, WARP_ROWS = 128 // tiles, 16 * tiles
+    SIZE, A_SIZE = tiles * n // 2, 4 * tiles * MMA_STEPS
+    tile_bytes = lambda rows, columns: 128 * rows * -(-columns // 64)
+    B_AT = max(tile_bytes(64, k), tile_bytes(k, 64))
+    SHARED = B_AT + max(tile_bytes(n, k), tile_bytes(k, n))
+    of = lambda a_mn, b_mn, add=False: mma_ss(
+        tiles, n, k, dtype, k if a_mn else 64, k if b_mn else n, a_mn, b_mn, add, turing
+    )
+    ss, ss_b, ss_ab, ss_a = of(False, False), of(False, True), of(True, True), of(True, False)
+    ss_add = of(False, True, add=True)
+    rs_b = mma_rs(tiles, n, 16 * MMA_STEPS, dtype, k, turing=turing)
+    rs = mma_rs(tiles, n, 16 * MMA_STEPS, dtype, n, b_mn_major=False, turing=turing)
+
+    @cuda.jit(device=True, forceinline=True)
+    def load(tile, image):
+        x = cuda.local.array(4, np.uint32)
+        for i in range(i32(cuda.threadIdx.x), i32(image.shape[0]), i32(THREADS)):
+            for j in range(4):
+                x[j] = image[i, j]
+            st_shared_v4_u32(tile + u32(16 * i), x)
+
+    def kernel(a, b, at, bt, a_frag, start, out):
+        smem = cvta_to_shared(cuda.shared.array(0, np.uint8, alignment=1024))
+        t = i32(cuda.threadIdx.x)
+        d = cuda.local.array(SIZE, np.float32)
+        x = cuda.local.array(A_SIZE, np.uint32)
+        row0 = u32(t // 32 * WARP_ROWS)
+        product = i32(cuda.blockIdx.x)
+        if product == 2 or product == 3:
+            load(smem, at)
+        else:
+            load(smem, a)
+        if product == 0 or product == 3 or product == 5:
+            load(smem + u32(B_AT), b)
+        else:
+            load(smem + u32(B_AT), bt)
+        cuda.syncthreads()
+        a_k, a_mn = first_rows(smem + u32(128) * row0), first_columns(smem) ^ u32(2) * row0
+        b_k, b_mn = first_columns(smem + u32(B_AT)), first_rows(smem + u32(B_AT))
+        for i in range(SIZE):
+            d[i] = start[t, i]
+        for i in range(A_SIZE):
+            x[i] = a_frag[t, i]
+        if product == 0:
+            ss(d, a_k, b_k)
+        elif product == 1:
+            ss_b(d, a_k, b_mn)
+        elif product == 2:
+            ss_ab(d, a_mn, b_mn)
+        elif product == 3:
+            ss_a(d, a_mn, b_k)
+        elif product == 4:
+            rs_b(d, x, b_mn)
+        elif product == 5:
+            rs(d, x, b_k)
+        else:
+            ss_add(d, a_k, b_mn)
+        for i in range(SIZE):
+            out[product, t, i] = d[i]
+
+    def operands(rng):
+        a, b = (random_halves(rng, (rows, k), dtype, integers) for rows in (64, n))
+        images = [tile_image(x) for x in (a, b, a.T, b.T)]
+        a_frag = of_warps(a_fragment(a[:, : 16 * MMA_STEPS]), tiles)
+        start = rng.integers(-8, 9, (THREADS, SIZE)).astype(f32)
+        return [*images, a_frag, start, np.zeros((7, THREADS, SIZE), f32)]
+
+    def agree(got, expected):
+        bound = 0 if integers else k * 2.0**-23 * k
+        return np.abs(got - expected) <= bound
+
+    kinds = [words(2)] * 5 + [floats(2), floats(3)]
+    name = f"mma {tiles} {dtype} {turing}"
+    kernel = kernel_of(name, kernel, kinds, THREADS, SHARED)
+    steps = 5 * k // 16 + 2 * MMA_STEPS
+    loads = steps * n // 16 + 5 * k // 16 * tiles
+    machine = {"HMMA": steps * n // 8 * tiles * (1 + turing), "LDSM": loads}
+    return Case(kernel, operands, {6: agree}, machine, 7)
+
+
+def tile_image(x):
+    """A matrix of halves as it lies in shared memory, by 16 bytes: (-1, 4) words.
+
+    Sub-tiles of 64 columns, swizzled; the last is filled up with NaN.
+    """
+    rows, columns = x.shape
+    bits = np.full((rows, -(-columns // 64) * 64), 0xFFFF, np.uint16)
+    bits[:, :columns] = x.view(np.uint16)
+    tiles = bits.reshape(rows, -1, 64).swapaxes(0, 1).reshape(-1, 8)
+    image = np.empty_like(tiles)
+    image[swizzle128(16 * np.arange(len(tiles))) // 16] = tiles
+    return image.view(u32)
+
+
+def of_warps(fragments, tiles):
+    """Fragments (128, i) of four tiles of 16 rows, where a warp has `tiles` of them."""
+    parts = fragments.reshape(4 // tiles, tiles, 32, -1).swapaxes(1, 2)
+    return np.ascontiguousarray(parts.reshape(128 // tiles, -1))
 
 
 # --- all together ---------------------------------------------------------------------------------
@@ -818,13 +1086,19 @@ def cases():
         for dtype in HALF
         for kind in ("integers", "normal")
     }
+    for form, (tiles, dtype, turing) in MMA_FORMS.items():
+        for kind in ("integers", "normal"):
+            products[f"mma-{form}-{kind}"] = make_mma(tiles, dtype, kind == "integers", turing)
     return {
         "thread": make_thread(),
         "shared": make_shared(),
         "stmatrix": make_stmatrix(),
+        "rows": make_rows(),
+        "cp_async": make_cp_async(),
         "barriers": make_barriers(),
         "tma": make_tma(),
         "bulk": make_bulk(),
+        "red": make_red(),
         **products,
         "pipeline": make_pipeline(),
     }

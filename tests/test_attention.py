@@ -10,21 +10,21 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from calls import DTYPES, check, named, on_gpu, problem, wgmma
+from calls import DTYPES, check, named, on_gpu, problem, tensor_cores
 from conftest import GPU
 
 import flashnumba as fn
 from flashnumba import runtime
-from flashnumba.config import choose_simt, choose_wgmma, choose_wgmma_backward
+from flashnumba.config import Machine, choose_simt, choose_wgmma, choose_wgmma_backward
 from flashnumba.problem import NOT_BUILT, prepare
 
 RESULTS = ("o", "lse", "dq", "dk", "dv")
-NOT_WGMMA = pytest.mark.parametrize("backend", ["numpy", "simulator", GPU])  # backward only
+NO_TENSOR_CORES = pytest.mark.parametrize("backend", ["numpy", "simulator", GPU])  # backward only
 
 
 def off_tile(backend):
     """Head dimensions less than a tile; different where that is possible."""
-    return {"dim": 40, "dtype": "float16"} if wgmma(backend) else {"dim": 5, "dim_v": 3}
+    return {"dim": 40, "dtype": "float16"} if tensor_cores(backend) else {"dim": 5, "dim_v": 3}
 
 
 def there(backend, x):
@@ -118,8 +118,8 @@ def test_bare_matrices_give_the_same_bits(backend, layout):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_results_have_the_inputs_dtype(backend, dtype):
     """lse is float32, and float64 only for float64 inputs."""
-    if wgmma(backend) and dtype in ("float32", "float64"):
-        pytest.skip("wgmma takes halves")
+    if tensor_cores(backend) and dtype in ("float32", "float64"):
+        pytest.skip("tensor cores take halves")
     got = call(backend, problem(3, 4, **{**off_tile(backend), "dtype": dtype}))
     assert got.o.dtype == got.dq.dtype == got.dk.dtype == got.dv.dtype == DTYPES[dtype]
     assert got.lse.dtype == (np.float64 if dtype == "float64" else np.float32)
@@ -164,7 +164,7 @@ def test_the_pullback_is_attention_backward(backend, with_dlse):
             assert_same_bits(got, expected)
 
 
-@NOT_WGMMA
+@NO_TENSOR_CORES
 def test_dlse_reaches_dq_and_dk_only(backend):
     """Zero dlse is no dlse; another one changes dq and dk, while dv = p^T do keeps its bits."""
     p = problem(5, 7, **off_tile(backend))
@@ -177,7 +177,7 @@ def test_dlse_reaches_dq_and_dk_only(backend):
     assert not np.allclose(given.dq, zero.dq) and not np.allclose(given.dk, zero.dk)
 
 
-@NOT_WGMMA
+@NO_TENSOR_CORES
 def test_a_pullback_survives_other_calls(backend):
     """Two pullbacks of different problems, used in turn, do not share memory."""
     problems = [problem(5, 7, seed=seed, **off_tile(backend)) for seed in (1, 2)]
@@ -612,7 +612,7 @@ def test_the_default_without_a_gpu_is_the_numpy_backend(monkeypatch):
 
 
 @pytest.mark.usefixtures("nothing_runs")
-@pytest.mark.parametrize("name", ["simt", "wgmma"])
+@pytest.mark.parametrize("name", ["simt", "mma", "wgmma"])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_asking_for_a_gpu_where_there_is_none_says_why(monkeypatch, function, name):
     """RuntimeError with the runtime's reason."""
@@ -659,8 +659,13 @@ EMPTY = {"no queries": {"seqlen_q": 0}, "no keys": {"seqlen_kv": 0}, "no batch":
 @pytest.fixture
 def hopper(monkeypatch):
     """As if there were a Hopper GPU, for what only looks."""
+    pretend(monkeypatch, (9, 0))
+
+
+def pretend(monkeypatch, capability, shared_bytes=227 << 10):
     monkeypatch.setattr(runtime, "gpu_available", lambda: True)
-    monkeypatch.setattr(runtime, "capability", lambda device: (9, 0))
+    machine = Machine(capability, shared_bytes)
+    monkeypatch.setattr(runtime, "machine", lambda device=None: machine)
 
 
 @pytest.mark.usefixtures("hopper")
@@ -668,10 +673,9 @@ def hopper(monkeypatch):
 def test_what_wgmma_computes(case):
     """Halves, one head_dim up to 256: by default on Hopper, and by name in the simulator."""
     q, k, v = inputs(**WGMMA[case])
-    assert prepare(q, k, v).backend == prepare(q, k, v, backend="wgmma").backend == "wgmma"
-    assert prepare(q, k, v, backend="simulator-wgmma").backend == "simulator-wgmma"
-    assert prepare(q, k, v, backend="simt").backend == "simt"
-    assert prepare(q, k, v, backend="simulator").backend == "simulator"
+    assert prepare(q, k, v).backend == "wgmma"
+    for name in ("wgmma", "mma", "simt", "simulator-wgmma", "simulator-mma", "simulator"):
+        assert prepare(q, k, v, backend=name).backend == name
 
 
 @pytest.mark.usefixtures("hopper")
@@ -681,9 +685,10 @@ def test_what_wgmma_does_not_compute(case):
     shape, message = NOT_WGMMA_PROBLEMS[case]
     q, k, v = inputs(**shape)
     assert prepare(q, k, v).backend == "simt"
-    for name in ("wgmma", "simulator-wgmma"):
-        with pytest.raises(ValueError, match="^the wgmma backends need .*" + message):
-            prepare(q, k, v, backend=name)
+    for name in ("wgmma", "mma"):
+        for backend in (name, f"simulator-{name}"):
+            with pytest.raises(ValueError, match=f"^the {name} backends need .*" + message):
+                prepare(q, k, v, backend=backend)
 
 
 @pytest.mark.usefixtures("hopper")
@@ -691,20 +696,39 @@ def test_what_wgmma_does_not_compute(case):
 def test_nothing_to_compute_is_left_to_simt(case):
     """Zeros and -inf, the same from either."""
     q, k, v = inputs(**EMPTY[case])
-    assert prepare(q, k, v).backend == prepare(q, k, v, backend="wgmma").backend == "simt"
-    assert prepare(q, k, v, backend="simulator-wgmma").backend == "simulator"
+    for name in (None, "wgmma", "mma"):
+        assert prepare(q, k, v, backend=name).backend == "simt"
+    for name in ("simulator-wgmma", "simulator-mma"):
+        assert prepare(q, k, v, backend=name).backend == "simulator"
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 9), (10, 0), (12, 0)])
 def test_wgmma_is_for_hopper_only(monkeypatch, capability):
     """Its instructions exist on compute capability 9.0 alone; the simulator is on none."""
-    monkeypatch.setattr(runtime, "gpu_available", lambda: True)
-    monkeypatch.setattr(runtime, "capability", lambda device: capability)
-    assert prepare(*inputs()).backend == "simt"
+    pretend(monkeypatch, capability)
+    assert prepare(*inputs()).backend == "mma"
     assert prepare(*inputs(), backend="simulator-wgmma").backend == "simulator-wgmma"
-    message = "needs a GPU of compute capability 9.0, not {}.{}".format(*capability)
-    with pytest.raises(RuntimeError, match=message):
+    message = "capability 9.0 (float16, bfloat16), not {}.{} with q.dtype=float16"
+    with pytest.raises(RuntimeError, match=re.escape(message.format(*capability))):
         prepare(*inputs(), backend="wgmma")
+
+
+def test_mma_is_for_turing_and_later(monkeypatch):
+    """bfloat16 from Ampere on; what it does not take is for simt, unless asked for by name."""
+    message = "capability 8.0 or more (float16, bfloat16), 7.5 (float16), not {}.{} with q.dtype={}"
+    for capability, dtype in (((7, 5), "bfloat16"), ((7, 0), "float16"), ((6, 1), "float16")):
+        pretend(monkeypatch, capability)
+        assert prepare(*inputs(dtype=dtype)).backend == "simt"
+        with pytest.raises(RuntimeError, match=re.escape(message.format(*capability, dtype))):
+            prepare(*inputs(dtype=dtype), backend="mma")
+
+
+def test_mma_needs_room_in_shared_memory(monkeypatch):
+    """A machine that does not exist: 16 KB a block."""
+    pretend(monkeypatch, (8, 0), 16 << 10)
+    assert prepare(*inputs()).backend == "simt"
+    with pytest.raises(RuntimeError, match="no tile .* head_dim=64 fits the 16384 bytes"):
+        prepare(*inputs(), backend="mma")
 
 
 def test_the_gpu_that_counts_is_the_one_that_holds_q(fake_gpu):
@@ -712,7 +736,7 @@ def test_the_gpu_that_counts_is_the_one_that_holds_q(fake_gpu):
     import cupy
 
     fake_gpu.capability = {0: "80", 1: "90"}
-    for device, expected in ((0, "simt"), (1, "wgmma")):
+    for device, expected in ((0, "mma"), (1, "wgmma")):
         with cupy.cuda.Device(device):
             on_it = [cupy.asarray(x) for x in inputs()]
             assert prepare(*inputs()).backend == expected
@@ -722,7 +746,8 @@ def test_the_gpu_that_counts_is_the_one_that_holds_q(fake_gpu):
 @pytest.mark.parametrize("scale", [0.0, -0.5, 1e-60])
 def test_scales_that_need_care(scale):
     """Zero, where -inf times scale is not -inf, and a negative one, where the maximum turns."""
-    check("simulator-wgmma", problem(5, 7, dim=8, dtype="float16"), scale=scale, causal=True)
+    for name in ("simulator-wgmma", "simulator-mma"):
+        check(name, problem(5, 7, dim=8, dtype="float16"), scale=scale, causal=True)
 
 
 # --- explain --------------------------------------------------------------------------------------

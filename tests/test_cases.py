@@ -20,11 +20,12 @@ from calls import (
     half,
     masks,
     named,
+    of_blocks,
     on_gpu,
     problem,
     run,
+    tensor_cores,
     to_gpu,
-    wgmma,
 )
 from conftest import GPU
 from rule import assert_within_rule
@@ -34,8 +35,8 @@ from flashnumba import arrays, reference, runtime, simulate
 from flashnumba.kernels import blas
 
 INF, NAN = float("inf"), float("nan")
-# For what only the backward or the checks of arguments decide, which are not wgmma's own.
-NOT_WGMMA = pytest.mark.parametrize("backend", ["numpy", "simulator", GPU])
+# For what only the backward or the checks of arguments decide, which are not tensor cores' own.
+NO_TENSOR_CORES = pytest.mark.parametrize("backend", ["numpy", "simulator", GPU])
 GRADIENTS = ("dq", "dk", "dv")
 
 
@@ -45,9 +46,9 @@ def size(backend, full, simulated):
 
 
 def enough(backend, representative):
-    """The simulator of wgmma, 2 s a call, runs one case of several that are the same to it."""
-    if backend == "simulator-wgmma" and not representative:
-        pytest.skip("another of these cases runs in the simulator of wgmma")
+    """Simulated tensor cores, 2 s a call, run one case of several that are the same to them."""
+    if of_blocks(backend) and not representative:
+        pytest.skip("another of these cases runs in this simulator")
 
 
 def run_problem(backend, p, **options):
@@ -78,7 +79,7 @@ def test_case_01_causal_with_more_queries_than_keys(backend):
 
 def test_case_02_merging_parts_some_of_them_empty(backend):
     """FI 4051: (0, -inf) is neutral to the bit; two parts with keys give the whole."""
-    heads = 1 if backend == "simulator-wgmma" else 2
+    heads = 1 if of_blocks(backend) else 2
     p = problem(5, 37, batch=4, heads=heads, dtype=half(backend))
     halves = slice(0, 20), slice(20, None)
     lengths = [0, 20, 20, 0], [17, 0, 17, 0]
@@ -128,15 +129,17 @@ def test_case_05_one_row_without_a_key(backend):
     assert not got.o[:, 0].any() and not got.dq[:, 0].any() and (got.lse[:, :, 0] == -INF).all()
     rest = run(backend, p.q[:, 1:], p.k, p.v, p.do[:, 1:], p.dlse[:, :, 1:], causal=True)
     got.o, got.dq, got.lse = got.o[:, 1:], got.dq[:, 1:], got.lse[:, :, 1:]
-    if backend != "numpy":  # BLAS may sum in another order for another number of rows
+    # BLAS may sum in another order for another number of rows; on tensor cores the rows of a warp
+    # raise their maxima together, and are other rows here.
+    if backend != "numpy" and not tensor_cores(backend):
         assert_same_bits(got, rest, ("o", "lse", "dq"))  # dk and dv sum over other tiles of queries
     assert_right(got, p.q[:, 1:], p.k, p.v, p.do[:, 1:], p.dlse[:, :, 1:], causal=True)
 
 
 def test_case_06_visible_scores_of_finfo_min(backend):
     """PT 110213: a row of equal scores, however low, has uniform weights; here made by q k^T."""
-    if wgmma(backend):
-        pytest.skip("finfo.min of float32, which wgmma does not take")
+    if tensor_cores(backend):
+        pytest.skip("finfo.min of float32, which halves do not hold")
     p = problem(3, 32, dim=1, dim_v=8)
     p.q[...], p.k[...], p.v[...] = np.finfo(np.float32).min, 1, np.rint(8 * p.v)
     got = run(backend, p.q, p.k, p.v, scale=1.0)
@@ -161,7 +164,7 @@ HIDING = {
 def test_case_07_what_is_hidden_may_be_anything(backend, case):
     """PT 101967: NaN and Inf that nobody sees, padding too, change no bit of any result."""
     seqlen_q, seqlen_kv, dtype, options = HIDING[case]
-    dtype, heads = half(backend, dtype), 1 if backend == "simulator-wgmma" else 2
+    dtype, heads = half(backend, dtype), 1 if of_blocks(backend) else 2
     p = problem(seqlen_q, seqlen_kv, batch=2, heads=heads, heads_kv=1, dtype=dtype)
     queries, keys = hidden(p, **options)
     assert queries.any() or keys.any()
@@ -195,7 +198,7 @@ def test_case_07_a_nan_reaches_only_the_rows_that_see_it(backend):
 def test_case_08_a_masked_row_leaves_the_gradients_of_others(backend, value):
     """PT 41508: whatever stands in it, all other gradients stay as they were, to the bit."""
     enough(backend, value != 0)
-    if value == 1e30 and wgmma(backend):
+    if value == 1e30 and tensor_cores(backend):
         pytest.skip("no number of float16")
     p = problem(21, 20, heads=2, heads_kv=1, dtype=half(backend))
     expected = check(backend, p, causal=True)
@@ -375,7 +378,11 @@ def test_case_22_one_key_gives_no_gradient_to_q(backend):
     """
     p = problem(1, 1, dtype="float16", factor=3)
     got = run(backend, p.q, p.k, p.v, p.do)
-    limit = 2.0**-20 * np.abs(p.do.astype(float)).sum() * np.abs(p.v).max() if wgmma(backend) else 0
+    limit = (
+        2.0**-20 * np.abs(p.do.astype(float)).sum() * np.abs(p.v).max()
+        if tensor_cores(backend)
+        else 0
+    )
     assert np.abs(got.dq).max() <= limit and np.abs(got.dk).max() <= limit
     assert np.array_equal(got.o, p.v) and np.array_equal(got.dv, p.do)
 
@@ -427,7 +434,7 @@ def test_case_29_lengths_off_every_tile(backend, causal):
     check(backend, p, causal=causal)
 
 
-@NOT_WGMMA
+@NO_TENSOR_CORES
 @pytest.mark.parametrize("causal", [False, True])
 def test_case_30_gradient_through_lse(backend, causal):
     """FA 141: the loss is sum(lse): dq = scale * P K, dv = 0."""
@@ -509,7 +516,7 @@ def check_views(backend, views):
     assert_same_bits(got, check(backend, p, causal=True))
 
 
-@NOT_WGMMA
+@NO_TENSOR_CORES
 @pytest.mark.parametrize("views", VIEWS[31].values(), ids=VIEWS[31])
 def test_case_31_strided_and_broadcast_gradients(backend, views):
     """FA 355, FA 325, FA 818: do in any strides, 0 included; q contiguous beside a transposed k."""
@@ -550,8 +557,8 @@ def test_case_34_groups_that_are_no_power_of_two(backend, heads, heads_kv, dim):
 )
 def test_case_35_head_dimensions(backend, dim, dim_v):
     """PT 133321: any head_dim, and a head_dim_v of its own; causal, off every tile."""
-    if dim != dim_v and wgmma(backend):
-        pytest.skip("wgmma takes one head_dim for both")
+    if dim != dim_v and tensor_cores(backend):
+        pytest.skip("tensor cores take one head_dim for both")
     dtype = half(backend)
     p = problem(*size(backend, (133, 151), (5, 7)), dim=dim, dim_v=dim_v, dtype=dtype)
     # The simulator has one block for every 32 columns, each of which computes all scores again.
@@ -571,8 +578,8 @@ def test_case_37_the_same_bits_again(backend, monkeypatch):
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", [False, True])
 def test_sums_in_any_order(backend, dim, causal):
-    """Without `deterministic` the blocks of Hopper's backward add to dq as they come."""
-    if not wgmma(backend):
+    """Without `deterministic` the blocks of a backward on tensor cores add to dq as they come."""
+    if not tensor_cores(backend):
         pytest.skip("always in one order")
     enough(backend, causal)
     p = problem(
@@ -752,7 +759,7 @@ BAD_GRADIENTS = {
 }
 
 
-@NOT_WGMMA
+@NO_TENSOR_CORES
 @pytest.mark.parametrize("case", BAD_GRADIENTS)
 def test_case_42_bad_gradients(case, backend, request):
     """`attention_backward` and a pullback name what does not fit the forward."""

@@ -11,7 +11,23 @@ import numpy as np
 import ptx_cases
 import pytest
 from numba import cuda
-from ptx_cases import BOXES, DEPTH, HALF, SIZES, STEPS, STORES, cases, simulate_function
+from ptx_cases import (
+    BOXES,
+    DEPTH,
+    HALF,
+    MMA_FORMS,
+    MMA_SIZES,
+    MMA_STEPS,
+    ROW_PARTS,
+    ROW_STEP,
+    SIZES,
+    STEPS,
+    STORES,
+    cases,
+    of_warps,
+    random_halves,
+    simulate_function,
+)
 
 from flashnumba import simulate
 from flashnumba.ptx.barrier import (
@@ -50,10 +66,13 @@ TINY = f32(2.0**-126)  # the smallest normal number
 RNG = np.random.default_rng(0)
 
 
+def operands(name):
+    return cases()[name].operands(np.random.default_rng(1))
+
+
 def simulated(name, seed=None):
     """A case's arguments after it ran."""
-    case = cases()[name]
-    arguments = case.operands(np.random.default_rng(1))
+    case, arguments = cases()[name], operands(name)
     simulate.launch(case.kernel, case.grid, arguments, seed)
     return arguments
 
@@ -223,6 +242,64 @@ def test_shared_memory_starts_as_nan_and_does_not_survive_its_block():
     assert np.isnan(out[:, :32].view(f32)).all()
 
 
+# --- memory.py and cp_async.py --------------------------------------------------------------------
+
+
+def parts_of(x, row, inside, width):
+    """What threads have to get of rows of x (rows, columns): (threads, ROW_PARTS, 8)."""
+    parts = np.zeros((len(row), ROW_PARTS, 8), np.uint16)
+    for t, i in np.ndindex(parts.shape[:2]):
+        column = t % 8 * 8 + 64 * i
+        if inside[t] and width[t] > 128 * i:
+            parts[t, i] = x[row[t], column : column + 8]
+    return parts
+
+
+def put(memory, at, parts):
+    """Parts to their places in shared memory."""
+    for t, i in np.ndindex(parts.shape[:2]):
+        word = (at[t] + ROW_STEP * i) // 4
+        memory[word : word + 4] = parts[t, i].view(u32)
+
+
+def test_rows():
+    """Zeros past the width or the array; only what is within the width is stored."""
+    x, row, inside, width, at, image, after, to_row, to_width = simulated("rows")
+    y = operands("rows")[6]
+    parts = parts_of(x[:, 1], row, inside, width)
+    memory = np.arange(len(image), dtype=u32)
+    put(memory, at, parts)
+    np.testing.assert_array_equal(image, memory)
+    for t, i in np.ndindex(parts.shape[:2]):
+        column = t % 8 * 8 + 64 * i
+        if to_width[t] > 128 * i:
+            y[to_row[t], 0, column : column + 8] = parts[63 - t, i]
+    np.testing.assert_array_equal(after, y)
+    assert {0, 16} == set(inside) and row.max() >= len(x)
+    for w in (width, to_width):
+        assert set(np.clip(-(-w // 128), 0, ROW_PARTS)) == set(range(ROW_PARTS + 1))
+
+
+def test_copies_in_groups():
+    """After a wait for the older group it is there; after the next all is, and the rest stayed."""
+    x, row, inside, width, at, older, both = simulated("cp_async")
+    memory = np.arange(len(both), dtype=u32)
+    halves = memory[: len(older)], memory[len(older) :]
+    for half, *group in zip(halves, at, row, inside, width, strict=True):
+        put(half, group[0], parts_of(x[:, 1], *group[1:]))
+    np.testing.assert_array_equal(older, halves[0])
+    np.testing.assert_array_equal(both, memory)
+
+
+def test_numbers_are_added_one_by_one():
+    """What several blocks add to one tile adds up."""
+    x, to, after = simulated("red")
+    y = operands("red")[2]
+    for numbers, tile in zip(x, to, strict=True):
+        y[tile] += numbers[::-1]
+    np.testing.assert_array_equal(after, y)
+
+
 # --- barrier.py -----------------------------------------------------------------------------------
 
 SEEDS = [None, 0, 1, 2]
@@ -349,8 +426,7 @@ def padded(array, column, row, head, batch, rows):
 
 def test_boxes():
     """Inside, across every edge, outside; of strided arrays; swizzled; outside is not written."""
-    rng = np.random.default_rng(1)
-    y = cases()["tma"].operands(rng)[1].array.copy()  # as it was before
+    y = operands("tma")[1].array  # as it was before
     x, after, boxes, image = simulated("tma")
     x, rows = x.array, x.rows
     order = swizzle128(2 * np.arange(64 * rows)) // 2
@@ -425,6 +501,32 @@ def test_a_fragment_of_scores_is_a_fragment_of_a():
     np.testing.assert_array_equal(packed, ptx_cases.a_fragment(a))
 
 
+# --- mma.py ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", MMA_FORMS)
+def test_products_of_a_warp(form):
+    """Every form is A B^T as NumPy has it, exactly for integers; three add to what is there."""
+    tiles, dtype, _ = MMA_FORMS[form]
+    n, k = MMA_SIZES[tiles]
+    rows, columns = accumulator(n)
+    for kind in ("integers", "normal"):
+        start, out = simulated(f"mma-{form}-{kind}")[5:]
+        rng = np.random.default_rng(1)  # as in the operands of the case, which are made into tiles
+        a, b = (random_halves(rng, (m, k), dtype, kind == "integers").astype(f32) for m in (64, n))
+        full = of_warps((a @ b.T)[rows, columns], tiles)
+        a, b = a[:, : 16 * MMA_STEPS], b[:, : 16 * MMA_STEPS]
+        part = of_warps((a @ b.T)[rows, columns], tiles) + start
+        bound = 0 if kind == "integers" else k * 2.0**-23 * k
+        results = [full] * 4 + [part] * 2 + [full + start]
+        for product, expected in zip(out, results, strict=True):
+            np.testing.assert_allclose(product, expected, rtol=0, atol=bound)
+        assert np.abs(full).min() < np.abs(full).max()  # not all zeros
+
+
+# --- all together ---------------------------------------------------------------------------------
+
+
 def test_pipeline():
     """Loads, two products in flight, stmatrix and stores together, exactly."""
     a, b, o, _ = simulated("pipeline")
@@ -436,6 +538,7 @@ def test_pipeline():
 
 RACE_FREE = ["shared", "stmatrix", "barriers", "tma", "bulk", "pipeline"]
 RACE_FREE += ["wgmma-64-float16-normal", "wgmma-176-bfloat16-normal"]
+RACE_FREE += ["rows", "cp_async", "red", "mma-2-bfloat16-normal"]
 
 
 @pytest.mark.parametrize("name", RACE_FREE)

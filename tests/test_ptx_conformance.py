@@ -23,7 +23,9 @@ from flashnumba.tensormap import TensorMap
 NAMES = list(cases())
 # One size of product each: all sizes, both dtypes, few enough to compile.
 PRODUCTS = [f"wgmma-{n}-{('float16', 'bfloat16')[i % 2]}-normal" for i, n in enumerate(SIZES)]
-SMALL = [name for name in NAMES if not name.startswith("wgmma")]
+PRODUCTS += ["mma-1-float16-normal", "mma-2-bfloat16-normal", "mma-turing-normal"]
+SMALL = [name for name in NAMES if "mma-" not in name]
+FEW = [*SMALL, PRODUCTS[0], PRODUCTS[-2]]  # with one product of a warpgroup and one of a warp
 
 
 def operands(case):
@@ -81,7 +83,7 @@ SILENT = {
 
 def uses():
     """(case, number of an instruction in it), with names."""
-    for name in [*SMALL, PRODUCTS[0]]:
+    for name in FEW:
         for i, x in enumerate(used_by(cases()[name].kernel.function)):
             short = name_of(x).removeprefix("flashnumba.ptx.")
             if short not in SILENT:
@@ -108,6 +110,8 @@ def test_every_instruction_matters(name, number, monkeypatch):
 # Volta and later: an instruction is 16 bytes, and its lowest 9 bits are the operation.
 OPERATIONS = {
     0x009: "FMNMX",
+    0x03B: "LDSM",
+    0x03C: "HMMA",
     0x03E: "F2FP",
     0x044: "STSM",
     0x108: "MUFU",
@@ -115,9 +119,13 @@ OPERATIONS = {
     0x11D: "BAR",
     0x181: "LDG",
     0x184: "LDS",
+    0x186: "STG",
     0x188: "STS",
+    0x18E: "RED",  # before Hopper
     0x1A6: "RED",
     0x1A7: "SYNCS",
+    0x1AE: "LDGSTS",
+    0x1AF: "LDGDEPBAR",
     0x1B2: "SYNCS.EXCH",
     0x1B4: "UTMALDG",
     0x1B5: "UTMASTG",
@@ -181,21 +189,31 @@ def test_the_log_tells_of_a_missing_fence():
     assert "(C7519) warpgroup.arrive is injected" in runtime.compile_kernel(kernel, (9, 0, "a")).log
 
 
+GENERAL = [name for name in [*SMALL, *PRODUCTS] if not cases()[name].hopper]
+# sm_80 is the oldest that has bfloat16 and cp.async; these need no more than sm_75.
+TURING = ("shared", "rows", "red", "mma-turing-integers", "mma-turing-normal")
+OLDER = [(name, (8, 0)) for name in GENERAL] + [(name, (7, 5)) for name in TURING]
+
+
 @needs_compilers
-@pytest.mark.parametrize("name", [name for name in SMALL if not cases()[name].hopper])
-def test_general_instructions_compile_for_ampere(name):
-    """sm_80, the oldest that has bfloat16."""
-    cubin = runtime.cached_cubin(cases()[name].kernel, (8, 0))
+@pytest.mark.parametrize("name, cc", OLDER)
+def test_general_instructions_compile_for_ampere_and_turing(name, cc):
+    """No spills, and the same operations of the machine as for sm_90a."""
+    case = cases()[name]
+    cubin = runtime.cached_cubin(case.kernel, cc)
     assert (cubin.stack_bytes, cubin.spill_bytes) == (0, 0), cubin.log
+    assert operations(cubin.code) >= Counter(case.machine)
 
 
 # --- on a GPU -------------------------------------------------------------------------------------
 
 
 def machines():
-    """Every case with its marks: half of them need a Hopper GPU."""
+    """Every case with its marks: most of them need a Hopper or an Ampere GPU."""
     for name, case in cases().items():
-        marks = [pytest.mark.gpu] + [pytest.mark.sm90] * case.hopper
+        marks = [pytest.mark.gpu]
+        if name not in TURING:
+            marks.append(pytest.mark.sm90 if case.hopper else pytest.mark.sm80)
         yield pytest.param(name, id=name, marks=marks)
 
 
@@ -218,7 +236,7 @@ def test_the_machine_does_what_the_body_says(name):
 
 def test_the_comparison_notices_one_bit():
     """Of every array that is compared exactly; and twice the error that is allowed elsewhere."""
-    for name in [*SMALL, PRODUCTS[0]]:
+    for name in FEW:
         case = cases()[name]
         expected = simulated(case)
         for i, agree in case.agree.items():

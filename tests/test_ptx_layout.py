@@ -2,8 +2,11 @@
 
 import numpy as np
 import pytest
+from numba import cuda
+from ptx_cases import of_warps, simulate_function
 
-from flashnumba.ptx import layout
+from flashnumba.device.fragment import first_columns, first_rows
+from flashnumba.ptx import layout, mma
 
 SIZES = (8, 16, 64, 80, 96, 128, 160, 176, 256)  # columns of accumulators
 
@@ -120,6 +123,50 @@ def test_accumulators_are_made_of_wider_ones():
     for i in range(0, 128, 2):  # pairs are neighbours, to be packed in one register
         np.testing.assert_array_equal(wide_cols[:, i] + 1, wide_cols[:, i + 1])
         np.testing.assert_array_equal(wide_rows[:, i], wide_rows[:, i + 1])
+
+
+@pytest.mark.parametrize("tiles", [1, 2])
+def test_a_warps_accumulators_are_those_of_a_warpgroup(tiles):
+    """Of its first warps, tile by tile; softmax and stores take both."""
+    for columns in (16, 80, 256):
+        wide = layout.accumulator(columns)
+        for mine, of_group in zip(mma.fragment(tiles, columns), wide, strict=True):
+            np.testing.assert_array_equal(mine, of_warps(of_group, tiles)[:32])
+
+
+# --- addresses of ldmatrix ------------------------------------------------------------------------
+
+
+def test_lanes_name_the_rows_of_four_matrices():
+    """Lane 8 i + r that of row r of matrix i: 8 rows further first, or 8 columns further first."""
+
+    def kernel(rows, columns):
+        rows[cuda.threadIdx.x] = first_rows(np.uint32(4096))
+        columns[cuda.threadIdx.x] = first_columns(np.uint32(4096))
+
+    rows, columns = np.zeros((2, 32), np.uint32)
+    simulate_function(kernel, rows, columns)
+    i, r = np.arange(32) // 8, np.arange(32) % 8
+    at = lambda row, column: 4096 + layout.swizzle128(128 * row + 2 * column)
+    np.testing.assert_array_equal(rows, at(r + i % 2 * 8, i // 2 * 8))
+    np.testing.assert_array_equal(columns, at(r + i // 2 * 8, i % 2 * 8))
+
+
+def test_steps_of_factors():
+    """From a lane's address at (0, 0) to those at all multiples of 16: an xor, and an addition."""
+    tile_rows = 80
+    for lane_row, lane_column in np.ndindex(16, 2):
+        at = lambda row, column: (
+            column // 64 * tile_rows * 128 + layout.swizzle128(128 * row + column % 64 * 2)
+        )
+        first = at(lane_row, 8 * lane_column)
+        for row, column in np.ndindex(tile_rows // 16, 10):
+            flip, more = mma.step_of(column, row, tile_rows)
+            there = at(lane_row + 16 * row, 8 * lane_column + 16 * column)
+            assert (first ^ 32 * flip) + more == there
+
+
+# --- lanes ----------------------------------------------------------------------------------------
 
 
 def test_the_four_lanes_of_a_row_are_neighbours():

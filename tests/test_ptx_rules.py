@@ -19,7 +19,10 @@ from flashnumba.ptx.barrier import (
     setmaxnreg_dec,
     setmaxnreg_inc,
 )
+from flashnumba.ptx.cp_async import cp_async_commit_group, cp_async_row, cp_async_wait_group
 from flashnumba.ptx.layout import descriptor_constant, k_major
+from flashnumba.ptx.memory import ld_global_row, st_global_row
+from flashnumba.ptx.mma import mma_rs, mma_ss
 from flashnumba.ptx.shared import (
     BASE,
     cvta_to_shared,
@@ -27,8 +30,10 @@ from flashnumba.ptx.shared import (
     ld_shared_u16,
     ld_shared_u32,
     ld_shared_v4_u32,
+    st_shared_f32,
     st_shared_u16,
     st_shared_u32,
+    st_shared_v4_u32,
     stmatrix_x4,
 )
 from flashnumba.ptx.tma import (
@@ -69,6 +74,8 @@ ACCESSES = {
     "ld v4": (lambda a: ld_shared_v4_u32(cuda.local.array(4, np.uint32), a), 16),
     "st u32": (lambda a: st_shared_u32(a, u32(0)), 4),
     "st u16": (lambda a: st_shared_u16(a, u32(0)), 2),
+    "st f32": (lambda a: st_shared_f32(a, f32(0)), 4),
+    "st v4": (lambda a: st_shared_v4_u32(a, cuda.local.array(4, np.uint32)), 16),
     "stmatrix": (lambda a: stmatrix_x4(a, u32(0), u32(0), u32(0), u32(0)), 16),
 }
 
@@ -120,6 +127,124 @@ def test_stores_need_a_fence_of_their_own_thread_before_tma_reads():
     stops(storing(""), x, match=message.format(0))
     stops(storing("before"), x, match=message.format(0))
     stops(storing("after", 5, 0), x, match=message.format(5))
+
+
+# --- rows of global memory ------------------------------------------------------------------------
+
+WAIT_COPIES, WAIT_OLDER = cp_async_wait_group(0), cp_async_wait_group(1)
+
+
+def moving(how, target=BASE):
+    """One thread moves the first 16 bytes, and those from 128 on, of a row of a 2-D array."""
+    start, load, store = cp_async_row(2, 16), ld_global_row(2), st_global_row(2)
+
+    def kernel(x, row, pitch, inside, width):
+        bits = cuda.local.array(8, np.uint32)
+        if how == "cp_async":
+            start(u32(target), x, row, pitch, u32(inside), width)
+            cp_async_commit_group()
+            WAIT_COPIES()
+        elif how == "ld":
+            load(bits, x, row, pitch, u32(inside), width)
+        else:
+            store(x, row, pitch, width, bits)
+
+    return kernel
+
+
+@pytest.mark.parametrize("how", ["cp_async", "ld", "st"])
+def test_rows_must_be_in_their_array_and_aligned(how):
+    """Each 16 bytes that are moved; those past the width are not, nor all if it says so."""
+    x = np.zeros((8, 96), np.uint16)
+    odd = np.zeros((8, 81), np.uint16)
+    kernel = moving(how)
+
+    def right(x, row, inside, width):
+        simulate_function(kernel, x, row, x.strides[0], inside, width, threads=1)
+
+    def wrong(x, row, match, pitch=None):
+        stops(kernel, x, row, pitch or x.strides[0], 16, 144, match=match, threads=1)
+
+    for row in (0, 7):
+        right(x[:, :72], row, 16, 144)
+    for row in (-1, 8):
+        wrong(x, row, f"row {row}, 16 bytes from 0, are not in an array")
+        right(x, row, 16, 0)
+        if how != "st":
+            right(x, row, 0, 144)
+    right(x[:, :71], 0, 16, 128)
+    wrong(x[:, :71], 0, "16 bytes from 128, are not in an array")
+    wrong(x, 1, "rows 144 bytes apart", pitch=144)
+    right(odd, 0, 16, 144)
+    for misplaced, row in [(odd, 1), (x[:, 4:], 0), (np.zeros((8, 192), np.uint16)[:, ::2], 0)]:
+        wrong(misplaced, row, "not 16 neighbouring bytes at a multiple of 16")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_copy_is_nan_until_its_own_thread_waits(seed):
+    """Whatever was there before; a barrier does not help, nor does another thread's wait."""
+    start = cp_async_row(1, 16)
+
+    def kernel(x, out):
+        smem = cvta_to_shared(cuda.shared.array(0, np.uint8))
+        t = cuda.threadIdx.x
+        mine, other = smem + u32(16 * t), smem + u32(16 * (63 - t))
+        st_shared_u32(mine, u32(7))
+        start(mine, x, t, 16, u32(16), 16)
+        cp_async_commit_group()
+        out[0, t] = ld_shared_u32(mine)
+        if t < 32:
+            WAIT_COPIES()
+        cuda.syncthreads()
+        out[1, t] = ld_shared_u32(other)
+        cuda.syncthreads()
+        WAIT_COPIES()
+        cuda.syncthreads()
+        out[2, t] = ld_shared_u32(other)
+
+    x, out = np.arange(512).astype(np.uint16).reshape(64, 8), np.zeros((3, 64), u32)
+    simulate_function(kernel, x, out, threads=64, seed=seed)
+    there, poison = x.view(u32)[::-1, 0], u32(0xFFFFFFFF)
+    assert (out[0] == poison).all()
+    np.testing.assert_array_equal(out[1], np.where(np.arange(64) < 32, poison, there))
+    np.testing.assert_array_equal(out[2], there)
+
+
+def test_a_block_must_not_end_with_copies_of_threads_in_flight():
+    """Not committed, not waited for, or among the newest groups that a wait leaves."""
+    start = cp_async_row(1, 16)
+
+    def kernel(x, commits, wait):
+        smem = cvta_to_shared(cuda.shared.array(0, np.uint8))
+        start(smem, x, 0, 16, u32(16), 16)
+        for _ in range(commits):
+            cp_async_commit_group()
+        if wait == 0:
+            WAIT_COPIES()
+        if wait == 1:
+            WAIT_OLDER()
+
+    x, never = np.zeros((1, 8), np.uint16), 2
+    for commits, wait in [(0, never), (0, 0), (1, never), (1, 1), (2, never)]:
+        text = "ended with 1 copies by cp_async in flight"
+        stops(kernel, x, commits, wait, match=text, threads=1)
+    for commits, wait in [(1, 0), (2, 1), (3, 0)]:  # an empty group counts
+        simulate_function(kernel, x, commits, wait, threads=1)
+
+
+@pytest.mark.parametrize(
+    "target, text",
+    [
+        (BASE + 8, "not aligned"),
+        (BASE - 16, "of 1024 bytes of shared memory"),
+        (BASE + 1008, "of 1024 bytes of shared memory"),  # its second part
+    ],
+)
+def test_copies_must_go_to_their_place(target, text):
+    """In shared memory at multiples of 16 bytes, also for zeros."""
+    x = np.zeros((1, 72), np.uint16)
+    for inside in (0, 16):
+        stops(moving("cp_async", target), x, 0, 144, inside, 144, match=text, threads=1)
 
 
 # --- barriers -------------------------------------------------------------------------------------
@@ -598,6 +723,54 @@ def test_a_product_takes_a_whole_warpgroup():
     half = lambda t, d, e, x, a, b, smem: SS(d, a, b) if t < 64 else None
     where = "64 of 128 threads in wgmma_ss"
     breaks(FENCE, half, COMMIT, match=where, error=Deadlock)
+
+
+# --- mma ------------------------------------------------------------------------------------------
+
+
+def multiply(a=BASE, b=BASE + 2048, lanes=32, shared=6144):
+    """Products of zeros: A (16, 16), B (16, 80) in two sub-tiles; `a` and `b` of lane 13 alone.
+
+    The others take the first 16 bytes of each factor.
+    """
+    ss = mma_ss(1, 80, 16, "float16", 16, 16, b_mn_major=True)
+    rs = mma_rs(1, 80, 16, "float16", 16)
+
+    def kernel(out):
+        smem = cvta_to_shared(cuda.shared.array(0, np.uint8))
+        t = cuda.threadIdx.x
+        for i in range(t, shared // 4, 32):
+            st_shared_u32(smem + u32(4 * i), u32(0))
+        cuda.syncthreads()
+        d, x = cuda.local.array(40, np.float32), cuda.local.array(4, np.uint32)
+        x[:] = 0
+        a_at, b_at = (a, b) if t == 13 else (BASE, BASE + 2048)
+        if t < lanes:
+            ss(d, u32(a_at), u32(b_at))
+            rs(d, x, u32(b_at))
+        out[t] = d.max()
+
+    out = np.ones(32, f32)
+    simulate_function(kernel, out, shared=shared)
+    return out
+
+
+def test_factors_must_be_in_shared_memory_and_aligned():
+    """The 16 bytes of each lane, at each step."""
+    assert (multiply() == 0).all()
+    assert (multiply(a=BASE + 6128, b=BASE + 4080) == 0).all()  # the last of each
+    for wrong in (BASE - 16, BASE + 6144, 0, BASE + 8, BASE + 2):
+        with pytest.raises(SimulatorError, match="16 bytes at"):
+            multiply(a=wrong)
+    for wrong in (BASE - 16, BASE + 4096, 0, BASE + 2048 + 8):  # + 2048 is B's second sub-tile
+        with pytest.raises(SimulatorError, match="16 bytes at"):
+            multiply(b=wrong)
+
+
+def test_a_product_takes_a_whole_warp():
+    """Half of it waits in vain."""
+    with pytest.raises(Deadlock, match="16 of 32 threads in mma_ss"):
+        multiply(lanes=16)
 
 
 # --- planted bugs ---------------------------------------------------------------------------------
