@@ -126,6 +126,7 @@ class MmaConfig:
     block_n: int
     stages: int  # tiles of K, and as many of V, in shared memory
     turing: bool = False  # no cp.async; mma.sync takes 8 steps of the sum at a time
+    hopper: bool = False  # or later: has stmatrix
     negative: bool = False  # scale is below 0: scores are negated first
     blocks: int = 1  # that share a multiprocessor's registers
 
@@ -175,7 +176,7 @@ class MmaBackwardConfig:
     dq_queries: int
     stages: int  # tiles of Q, and as many of dO, in shared memory
     turing: bool = False
-    vector_red: bool = False  # four numbers are added to global memory at once: Hopper and later
+    hopper: bool = False  # or later: has stmatrix, and adds 4 numbers at once in global memory
     deterministic: bool = False  # blocks add to dq in the order of their keys
     blocks: int = 1
 
@@ -203,14 +204,20 @@ class MmaBackwardConfig:
 
     @property
     def dq_tile(self):
-        """(tiles of 16 queries, columns) of dq that a warp computes."""
-        return self.block_m // self.dq_queries // 16, self.head_dim * self.dq_queries // self.warps
+        """(tiles of 16 queries, columns, how often) of dq that a warp computes.
+
+        No more than 32 numbers a thread at once: at head_dim 256 there are no registers for 64.
+        """
+        tiles = self.block_m // self.dq_queries // 16
+        columns = self.head_dim * self.dq_queries // self.warps
+        passes = max(1, tiles * columns // 64)
+        return tiles, columns // passes, passes
 
     @property
     def shared_bytes(self):
         tiles = 2 * self.kv_bytes + 2 * self.stages * self.q_bytes + 2 * self.p_bytes
-        # lse and delta; whether keys are finite
-        return tiles + 8 * self.stages * self.block_m + 4 * (self.block_n + self.warps)
+        # lse and delta; whether keys are finite; lengths and such
+        return tiles + 8 * self.stages * self.block_m + 4 * (self.block_n + self.warps) + 32
 
 
 @dataclass(frozen=True)
@@ -451,9 +458,9 @@ def width_of(head_dim):
 def choose_mma(dtype, head_dim, machine, negative=False, simulated=False):
     """The tile configuration of forward_mma.py for one problem on one GPU; None if none fits."""
     width = width_of(head_dim)
-    turing = machine.capability < (8, 0)
+    turing, hopper = machine.capability < (8, 0), machine.capability >= (9, 0)
     for tiles in (SIMULATED_TILES[0],) if simulated else FORWARD_TILES[width]:
-        config = MmaConfig(dtype, width, *tiles, turing, negative)
+        config = MmaConfig(dtype, width, *tiles, turing, hopper, negative)
         if config.shared_bytes <= machine.shared_bytes:
             return config
     return None
@@ -462,9 +469,9 @@ def choose_mma(dtype, head_dim, machine, negative=False, simulated=False):
 def choose_mma_backward(dtype, head_dim, machine, deterministic=False, simulated=False):
     """The same of backward_mma.py."""
     width = width_of(head_dim)
-    turing, vector_red = machine.capability < (8, 0), machine.capability >= (9, 0)
+    turing, hopper = machine.capability < (8, 0), machine.capability >= (9, 0)
     for tiles in (SIMULATED_TILES[1],) if simulated else BACKWARD_TILES[width]:
-        config = MmaBackwardConfig(dtype, width, *tiles, turing, vector_red, deterministic)
+        config = MmaBackwardConfig(dtype, width, *tiles, turing, hopper, deterministic)
         if config.shared_bytes <= machine.shared_bytes:
             return config
     return None

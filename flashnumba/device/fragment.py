@@ -102,13 +102,27 @@ def output(dtype, head_dim, tiles=1):
 
 
 @cache
-def pairs_to_shared(dtype, columns, tiles, subtile_bytes):
-    """Store a fragment as halves to shared memory, pair by pair: on any GPU."""
+def fragment_to_shared(dtype, columns, tiles, subtile_bytes, hopper):
+    """Store a fragment as halves to shared memory: by stmatrix, before Hopper pair by pair."""
     pack = cvt_f16x2 if dtype == "float16" else cvt_bf16x2
 
     @inlined
-    def to_shared(acc, tile):
-        """`tile` is where its first row and column lie, both multiples of 16, not swizzled."""
+    def by_matrices(acc, tile):
+        start = first_rows(tile)
+        for t in range(tiles):
+            for j in range(columns // 16):
+                at = u32((start ^ u32(j % 4 * 32)) + u32(j // 4 * subtile_bytes + 2048 * t))
+                x = t * (columns // 2) + 8 * j
+                stmatrix_x4(
+                    at,
+                    pack(acc[x], acc[x + 1]),
+                    pack(acc[x + 2], acc[x + 3]),
+                    pack(acc[x + 4], acc[x + 5]),
+                    pack(acc[x + 6], acc[x + 7]),
+                )
+
+    @inlined
+    def by_pairs(acc, tile):
         lane = u32(lane_index())
         start = (lane >> u32(2)) << u32(7) | (lane & u32(3)) << u32(2)
         start = u32(swizzle128(u32(tile + start)))
@@ -119,7 +133,7 @@ def pairs_to_shared(dtype, columns, tiles, subtile_bytes):
                 st_shared_u32(at, pack(acc[x], acc[x + 1]))
                 st_shared_u32(u32(at + u32(1024)), pack(acc[x + 2], acc[x + 3]))
 
-    return to_shared
+    return by_matrices if hopper else by_pairs
 
 
 @inlined

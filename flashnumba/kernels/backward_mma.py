@@ -30,7 +30,7 @@ from numba.cuda import types
 from flashnumba.config import Kernel
 from flashnumba.device import inlined
 from flashnumba.device.copy import block_copies, wait_copies, warp_store
-from flashnumba.device.fragment import first_columns, first_rows, pairs_to_shared, scores
+from flashnumba.device.fragment import first_columns, first_rows, fragment_to_shared, scores
 from flashnumba.device.guard import guard
 from flashnumba.device.pipeline import lane_index
 from flashnumba.device.sequence import alignment, length, place, tiles
@@ -47,8 +47,9 @@ from flashnumba.ptx.shared import (
     ld_shared_u32,
     ld_shared_v2_f32,
     st_shared_f32,
+    st_shared_u32,
 )
-from flashnumba.ptx.thread import ex2
+from flashnumba.ptx.thread import ex2, opaque
 
 ALL_LANES = 0xFFFFFFFF
 i32, u32, f32 = np.int32, np.uint32, np.float32
@@ -68,9 +69,11 @@ def make_backward(config):
     DKV_SPLIT, DKV_KEYS = config.dkv_keys, BLOCK_N // config.dkv_keys
     COLUMNS = D * DKV_SPLIT // config.warps
     DKV_TILES, ACC_SIZE = DKV_KEYS // 16, DKV_KEYS * COLUMNS // 32
-    DQ_SPLIT, (DQ_TILES, DQ_COLUMNS) = config.dq_queries, config.dq_tile
+    DQ_SPLIT, (DQ_TILES, DQ_COLUMNS, DQ_PASSES) = config.dq_queries, config.dq_tile
     DQ_SIZE = DQ_TILES * DQ_COLUMNS // 2
-    # Shared memory: K, V, Q and dO by slots, P, dS; lse and delta by slots; flags of keys.
+    DQ_PARTS = u32(THREADS * DQ_SIZE // (4 if config.hopper else 1))  # of a pass
+    # Shared memory: K, V, Q and dO by slots, P, dS; lse and delta by slots; flags of keys; numbers
+    # that are not worth registers.
     KV_BYTES, Q_BYTES, P_BYTES = u32(config.kv_bytes), u32(config.q_bytes), u32(config.p_bytes)
     SLOTS, STATS_BYTES = u32(STAGES), u32(8 * BLOCK_M)
     Q_STEP, KV_STEP = 128 * BLOCK_M, 128 * BLOCK_N
@@ -81,6 +84,8 @@ def make_backward(config):
     DS = u32(P + P_BYTES)
     STATS = u32(DS + P_BYTES)
     FLAGS = u32(STATS + STAGES * STATS_BYTES)
+    NUMBERS = u32(FLAGS + 4 * (BLOCK_N + config.warps))
+    Q_LENGTH, KV_LENGTH, OFFSET, FULL_BEGIN, FULL_END = (u32(NUMBERS + 4 * i) for i in range(5))
 
     own_column, load_q, commit = block_copies(D, BLOCK_M, THREADS, TURING)
     _, load_kv, _ = block_copies(D, BLOCK_N, THREADS, TURING)
@@ -93,13 +98,22 @@ def make_backward(config):
     gemm_dq = gemm(
         DQ_TILES, DQ_COLUMNS, BLOCK_N, dtype, BLOCK_N, BLOCK_N, a_mn_major=True, b_mn_major=True
     )
-    red = red_global_add_f32 if config.vector_red else red_global_add_f32_each
+    red = red_global_add_f32 if config.hopper else red_global_add_f32_each
     red_global_add = red(BLOCK_M * D, DQ_SIZE, THREADS)
     poison = guard(dtype, BLOCK_N, D, fenced=False).poison
     clear = guard(dtype, BLOCK_M, D, fenced=False).clear
     mask, _, _ = scores(dtype, QUERIES, S_TILES)
-    p_to_shared = pairs_to_shared(dtype, QUERIES, S_TILES, KV_STEP)
-    acc_to_shared = pairs_to_shared(dtype, COLUMNS, DKV_TILES, KV_STEP)
+    p_to_shared = fragment_to_shared(dtype, QUERIES, S_TILES, KV_STEP, config.hopper)
+    acc_to_shared = fragment_to_shared(dtype, COLUMNS, DKV_TILES, KV_STEP, config.hopper)
+
+    @inlined
+    def field(smem, i):
+        return i32(ld_shared_u32(u32(smem + i)))
+
+    @inlined
+    def masked_tile(smem, m_block):
+        """Whether some query of a tile does not see some key of the block."""
+        return not field(smem, FULL_BEGIN) <= m_block < field(smem, FULL_END)
 
     @inlined
     def slot(start, n, size):
@@ -122,17 +136,20 @@ def make_backward(config):
         return i32(begin), i32(full_begin), full_end, i32(end)
 
     @inlined
-    def step(h, m_block, begin, end):
-        """The tile of queries before this one, after a head's first the last of the next head."""
-        m_block = i32(m_block - 1)
-        return (h, m_block) if m_block >= begin else (i32(h + 1), i32(end - 1))
+    def steps(h, m_block, begin, end, count):
+        """A later tile of queries: the one before, after a head's first the next head's last."""
+        for _ in range(count):
+            m_block = i32(m_block - 1)
+            if m_block < begin:
+                h, m_block = i32(h + 1), i32(end - 1)
+        return h, m_block
 
     @inlined
-    def load(smem, n, count, tile, b, column, q, do, stats, q_length):
+    def load(smem, n, count, tile, b, column, q, do, stats):
         """Tile number n of Q, dO, lse and delta; zeros where there is none."""
         inside = n < count
         h, m_block = (tile[0], tile[1]) if inside else (i32(0), i32(0))
-        row0, end = i32(m_block * BLOCK_M), q_length if inside else MINUS_FAR
+        row0, end = i32(m_block * BLOCK_M), field(smem, Q_LENGTH) if inside else MINUS_FAR
         load_q(slot(smem + Q, n, Q_BYTES), q[b, :, h, column:], row0, end)
         load_q(slot(smem + DO, n, Q_BYTES), do[b, :, h, column:], row0, end)
         if inside:
@@ -179,8 +196,10 @@ def make_backward(config):
                     s[r // 2 * (QUERIES // 2) + 4 * j + r % 2 * 2 + x] += bad
 
     @inlined
-    def hide(x, key0, query0, q_length, kv_length, offset, left, right):
+    def hide(x, smem, key0, query0, left, right):
         """0 where a query does not see a key; key0 and query0 are this warp's first."""
+        q_length, kv_length = field(smem, Q_LENGTH), field(smem, KV_LENGTH)
+        offset = field(smem, OFFSET)
         lane = u32(lane_index())
         key, first = i32(key0 + i32(lane >> u32(2))), i32(query0 + i32(lane << ONE & u32(6)))
         for r in range(2 * S_TILES):
@@ -191,18 +210,31 @@ def make_backward(config):
             mask(x, r, i32(middle - right), end, ZERO)
 
     @inlined
-    def add_dq(dq_tiles, turns, n_block, m_block, before, dq):
-        """Add a tile of dq in global memory, in turn if that is asked for."""
-        if DETERMINISTIC:
-            if before[0] <= m_block < before[1]:
-                if cuda.threadIdx.x == 0:
-                    wait_acquire_u32(turns, u32(m_block), u32(n_block))
-                cuda.syncthreads()
-        red_global_add(dq_tiles, u32(m_block), u32(cuda.threadIdx.x), dq)
-        if DETERMINISTIC:
-            cuda.syncthreads()
+    def await_turn(turns, n_block, m_block, before):
+        """The block of the keys before these has added its dq, if it has any."""
+        if before[0] <= m_block < before[1]:
             if cuda.threadIdx.x == 0:
-                st_release_u32(turns, u32(m_block), u32(n_block + 1))
+                wait_acquire_u32(turns, u32(m_block), u32(n_block))
+            cuda.syncthreads()
+
+    @inlined
+    def pass_turn(turns, n_block, m_block):
+        cuda.syncthreads()
+        if cuda.threadIdx.x == 0:
+            st_release_u32(turns, u32(m_block), u32(n_block + 1))
+
+    @inlined
+    def add_dq(smem, warp, dq_tiles, m_block, dq):
+        """dq = ds^T k, added in global memory; a pass has neighbouring columns."""
+        warp = opaque(warp)  # or what follows is kept in registers all along
+        query = warp % u32(DQ_SPLIT) * u32(16 * DQ_TILES)
+        column = warp // u32(DQ_SPLIT) * u32(DQ_COLUMNS * DQ_PASSES)
+        ds = first_columns(u32(smem + DS + at(u32(0), query, KV_STEP)))
+        for i in range(DQ_PASSES):
+            k = first_rows(u32(smem + at(u32(0), u32(column + u32(DQ_COLUMNS * i)), KV_STEP)))
+            gemm_dq(dq, ds, k)
+            part = u32(u32(cuda.threadIdx.x) + DQ_PARTS * u32(i))
+            red_global_add(dq_tiles, u32(m_block), part, dq)
 
     @inlined
     def write(tile, acc, x, key0, column0, row0, row_end):
@@ -241,35 +273,37 @@ def make_backward(config):
         begin, full_begin, full_end, end = tiles_of(
             n_block, q_length, kv_length, offset, left, right
         )
+        if cuda.threadIdx.x == 0:
+            at_number = NUMBERS
+            for x in (q_length, kv_length, offset, full_begin, full_end):
+                st_shared_u32(u32(smem + at_number), u32(x))
+                at_number = u32(at_number + u32(4))
+        cuda.syncthreads()
         before = i32(0), i32(0)
         if DETERMINISTIC and n_block > 0:
             others = tiles_of(i32(n_block - 1), q_length, kv_length, offset, left, right)
             before = others[0], others[3]
 
-        # Of this warp: its first key and query in s and dp; key and column in dk, dv; query and
-        # column in dq.
+        # Of this warp: its first key and query in s and dp; key and column in dk and dv.
         s_key, s_query = warp % u32(S_SPLIT) * u32(S_KEYS), warp // u32(S_SPLIT) * u32(QUERIES)
         d_key, d_column = (
             warp % u32(DKV_SPLIT) * u32(DKV_KEYS),
             warp // u32(DKV_SPLIT) * u32(COLUMNS),
         )
-        dq_query = warp % u32(DQ_SPLIT) * u32(16 * DQ_TILES)
-        dq_column = warp // u32(DQ_SPLIT) * u32(DQ_COLUMNS)
         s_rows = at(s_key, u32(0), 0)
         s_columns = at(s_query, u32(0), 0)
         p_own = at(s_key, s_query, KV_STEP)
         p_rows, d_columns = at(d_key, u32(0), 0), at(u32(0), d_column, Q_STEP)
-        ds_columns, k_columns = at(u32(0), dq_query, KV_STEP), at(u32(0), dq_column, KV_STEP)
 
         column, kv_row0 = own_column(), i32(n_block * BLOCK_N)
         load_kv(smem, k[b, :, kv_head, column:], kv_row0, kv_length)
         load_kv(u32(smem + V), v[b, :, kv_head, column:], kv_row0, kv_length)
         n, h, m_block = u32(0), i32(i32(kv_head) * group), i32(end - 1)
-        ahead, count = (h, m_block), u32(group * (end - begin))
+        count = u32(group * (end - begin))
         masked, poisoned = begin < full_begin or full_end < end, False
         for stage in range(STAGES - 1):
-            load(smem, u32(stage), count, ahead, b, column, q, do, stats, q_length)
-            ahead = step(ahead[0], ahead[1], begin, end)
+            tile = steps(h, m_block, begin, end, stage)
+            load(smem, u32(stage), count, tile, b, column, q, do, stats)
 
         while n < count:
             wait_tile()
@@ -278,12 +312,12 @@ def make_backward(config):
             if masked:
                 poisoned = protect(smem, warp, n, poisoned)
             gemm_s(s, first_rows(u32(smem + s_rows)), first_columns(u32(q_tile + s_columns)))
-            load(smem, u32(n + u32(STAGES - 1)), count, ahead, b, column, q, do, stats, q_length)
-            ahead = step(ahead[0], ahead[1], begin, end)
+            tile = steps(h, m_block, begin, end, STAGES - 1)
+            load(smem, u32(n + u32(STAGES - 1)), count, tile, b, column, q, do, stats)
             gemm_s(dp, first_rows(u32(smem + V + s_rows)), first_columns(u32(do_tile + s_columns)))
             if poisoned:
                 add_poison(smem, s_key, s)
-            to_mask = not full_begin <= m_block < full_end
+            to_mask = masked_tile(smem, m_block)
             key0, query0 = i32(kv_row0 + i32(s_key)), i32(m_block * BLOCK_M + i32(s_query))
             read_stats(smem, n, s_query, 0, lse)
             for j in range(QUERIES // 8):
@@ -292,7 +326,7 @@ def make_backward(config):
                         i = r // 2 * (QUERIES // 2) + 4 * j + r % 2 * 2 + x
                         s[i] = ex2(s[i] * scale_log2 - lse[2 * j + x])
             if to_mask:
-                hide(s, key0, query0, q_length, kv_length, offset, left, right)
+                hide(s, smem, key0, query0, left, right)
             p_to_shared(s, u32(smem + P + p_own))
             read_stats(smem, n, s_query, 1, delta)
             for j in range(QUERIES // 8):
@@ -301,23 +335,22 @@ def make_backward(config):
                         i = r // 2 * (QUERIES // 2) + 4 * j + r % 2 * 2 + x
                         dp[i] = s[i] * (dp[i] - delta[2 * j + x])
             if to_mask:
-                hide(dp, key0, query0, q_length, kv_length, offset, left, right)
+                hide(dp, smem, key0, query0, left, right)
             p_to_shared(dp, u32(smem + DS + p_own))
             cuda.syncthreads()
             gemm_dkv(
                 dv_acc, first_rows(u32(smem + P + p_rows)), first_rows(u32(do_tile + d_columns))
             )
-            gemm_dq(
-                dq_acc,
-                first_columns(u32(smem + DS + ds_columns)),
-                first_rows(u32(smem + k_columns)),
-            )
+            if DETERMINISTIC:
+                await_turn(turns[b, h], n_block, m_block, before)
+            add_dq(smem, warp, dq[b, h], m_block, dq_acc)
             gemm_dkv(
                 dk_acc, first_rows(u32(smem + DS + p_rows)), first_rows(u32(q_tile + d_columns))
             )
-            add_dq(dq[b, h], turns[b, h], n_block, m_block, before, dq_acc)
+            if DETERMINISTIC:
+                pass_turn(turns[b, h], n_block, m_block)
             n = u32(n + ONE)
-            h, m_block = step(h, m_block, begin, end)
+            h, m_block = steps(h, m_block, begin, end, 1)
 
         wait_all()
         cuda.syncthreads()

@@ -13,7 +13,7 @@ from numba.cuda import types
 from flashnumba.config import Kernel
 from flashnumba.device import inlined
 from flashnumba.device.copy import warp_store
-from flashnumba.device.fragment import pairs_to_shared
+from flashnumba.device.fragment import fragment_to_shared
 from flashnumba.device.sequence import length
 from flashnumba.device.tile import number
 from flashnumba.kernels.backward_passes import LOG2_E, place
@@ -84,9 +84,9 @@ def make_prepare(config):
 def make_convert(config):
     """dq = scale times what was added up; a warp has the part of a tile that it computed."""
     BLOCK_M, THREADS = config.block_m, config.threads
-    (TILES, COLUMNS), SPLIT, VECTOR = config.dq_tile, config.dq_queries, config.vector_red
+    (TILES, COLUMNS, PASSES), SPLIT, HOPPER = config.dq_tile, config.dq_queries, config.hopper
     SIZE, STEP = TILES * COLUMNS // 2, 128 * BLOCK_M
-    to_shared = pairs_to_shared(config.dtype, COLUMNS, TILES, STEP)
+    to_shared = fragment_to_shared(config.dtype, COLUMNS, TILES, STEP, HOPPER)
     store_rows = warp_store(COLUMNS)
 
     def convert(parts, dq, scale):
@@ -94,23 +94,26 @@ def make_convert(config):
         thread = u32(cuda.threadIdx.x)
         acc, x = cuda.local.array(SIZE, np.float32), cuda.local.array(4, np.float32)
         m_block, h, b = place(parts, u32(cuda.blockIdx.x))
-        if VECTOR:
-            for i in range(SIZE // 4):
-                ld_global_v4_f32(x, parts[b, h, m_block], u32(thread + u32(THREADS * i)))
-                for j in range(4):
-                    acc[4 * i + j] = x[j] * scale
-        else:
-            for i in range(SIZE):
-                acc[i] = parts[b, h, m_block, thread + u32(THREADS * i)] * scale
-        warp = thread >> u32(5)
-        row, column = warp % u32(SPLIT) * u32(16 * TILES), warp // u32(SPLIT) * u32(COLUMNS)
-        tile = (row << u32(7)) + (column >> u32(6)) * u32(STEP) + ((column & u32(63)) << u32(1))
-        tile = u32(smem + tile)
-        to_shared(acc, tile)
-        cuda.syncwarp()
-        row0, first = i32(m_block * u32(BLOCK_M) + row), i32(column)
-        own = dq[b, :, h, first : first + COLUMNS]
-        store_rows(own, tile, STEP, 16 * TILES, row0, i32(dq.shape[1]))
+        warp, row0 = thread >> u32(5), i32(m_block * u32(BLOCK_M))
+        row = warp % u32(SPLIT) * u32(16 * TILES)
+        for part in range(PASSES):
+            if HOPPER:
+                for i in range(part * SIZE // 4, (part + 1) * SIZE // 4):
+                    ld_global_v4_f32(x, parts[b, h, m_block], u32(thread + u32(THREADS * i)))
+                    for j in range(4):
+                        acc[(4 * i + j) % SIZE] = x[j] * scale
+            else:
+                for i in range(SIZE):
+                    number = thread + u32(THREADS * (SIZE * part + i))
+                    acc[i] = parts[b, h, m_block, number] * scale
+            column = warp // u32(SPLIT) * u32(COLUMNS * PASSES) + u32(COLUMNS * part)
+            tile = (row << u32(7)) + (column >> u32(6)) * u32(STEP) + ((column & u32(63)) << u32(1))
+            tile = u32(smem + tile)
+            to_shared(acc, tile)
+            cuda.syncwarp()
+            first = i32(column)
+            own = dq[b, :, h, first : first + COLUMNS]
+            store_rows(own, tile, STEP, 16 * TILES, i32(row0 + i32(row)), i32(dq.shape[1]))
 
     x, parts = types.Array(types.uint16, 4, "A"), types.Array(types.float32, 4, "C")
     signature = types.void(parts, x, types.float32)

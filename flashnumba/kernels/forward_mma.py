@@ -25,7 +25,7 @@ from numba.cuda import types
 from flashnumba.config import Kernel
 from flashnumba.device import inlined
 from flashnumba.device.copy import block_copies, wait_copies, warp_store
-from flashnumba.device.fragment import first_columns, first_rows, output, pairs_to_shared, scores
+from flashnumba.device.fragment import first_columns, first_rows, fragment_to_shared, output, scores
 from flashnumba.device.guard import guard
 from flashnumba.device.pipeline import lane_index
 from flashnumba.device.sequence import alignment, length, place, tiles
@@ -74,7 +74,7 @@ def make_forward(config):
     softmax = online_softmax(BLOCK_N, TILES)
     mask, to_halves, _ = scores(config.dtype, BLOCK_N, TILES)
     rescale, divide, _ = output(config.dtype, D, TILES)
-    to_shared = pairs_to_shared(config.dtype, D, TILES, Q_STEP)
+    to_shared = fragment_to_shared(config.dtype, D, TILES, Q_STEP, config.hopper)
 
     @inlined
     def uniform(x):
