@@ -103,7 +103,7 @@ def for_tma(x, copy=True):
 
 def has_whole_rows(x):
     """Whether the rows of x are whole multiples of 16 bytes, in reach of 32 bits."""
-    dense = x.shape[3] % 8 == 0 and addressable(x, address(x))
+    dense = x.shape[3] * x.itemsize % 16 == 0 and addressable(x, address(x))
     return dense and (x.shape[1] < 2 or x.strides[1] < 1 << 31)
 
 
@@ -115,7 +115,7 @@ def of_whole_rows(x, copy=True):
     if has_whole_rows(x):
         return x
     *shape, dim = x.shape
-    room = module(x).zeros((*shape, dim + -dim % 8), x.dtype)
+    room = module(x).zeros((*shape, dim + -dim % (16 // x.itemsize)), x.dtype)
     if copy:
         room[..., :dim] = x
     return room

@@ -128,6 +128,7 @@ class MmaConfig:
     turing: bool = False  # no cp.async; mma.sync takes 8 steps of the sum at a time
     hopper: bool = False  # or later: has stmatrix
     negative: bool = False  # scale is below 0: scores are negated first
+    products: int = 3  # of TF32 numbers for one of float32; 1 is plain TF32
     blocks: int = 1  # that share a multiprocessor's registers
 
     @property
@@ -139,17 +140,21 @@ class MmaConfig:
         return 32 * self.warps
 
     @property
-    def width(self):
-        """Columns of a tile in shared memory: whole sub-tiles of 64."""
-        return -(-self.head_dim // 64) * 64
+    def itemsize(self):
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def row_bytes(self):
+        """Of a row of a tile in shared memory: whole sub-tiles of 128 bytes."""
+        return -(-self.head_dim * self.itemsize // 128) * 128
 
     @property
     def q_bytes(self):
-        return 2 * self.block_m * self.width
+        return self.block_m * self.row_bytes
 
     @property
     def kv_bytes(self):
-        return 2 * self.block_n * self.width
+        return self.block_n * self.row_bytes
 
     @property
     def shared_bytes(self):
@@ -178,6 +183,7 @@ class MmaBackwardConfig:
     turing: bool = False
     hopper: bool = False  # or later: has stmatrix, and adds 4 numbers at once in global memory
     deterministic: bool = False  # blocks add to dq in the order of their keys
+    products: int = 3  # of TF32 numbers for one of float32; 1 is plain TF32
     blocks: int = 1
 
     @property
@@ -185,22 +191,26 @@ class MmaBackwardConfig:
         return 32 * self.warps
 
     @property
-    def width(self):
-        """Columns of a tile in shared memory: whole sub-tiles of 64."""
-        return -(-self.head_dim // 64) * 64
+    def itemsize(self):
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def row_bytes(self):
+        """Of a row of a tile in shared memory: whole sub-tiles of 128 bytes."""
+        return -(-self.head_dim * self.itemsize // 128) * 128
 
     @property
     def q_bytes(self):
-        return 2 * self.block_m * self.width
+        return self.block_m * self.row_bytes
 
     @property
     def kv_bytes(self):
-        return 2 * self.block_n * self.width
+        return self.block_n * self.row_bytes
 
     @property
     def p_bytes(self):
         """Of a tile of p, or of ds: queries are its columns."""
-        return 2 * self.block_n * max(64, self.block_m)
+        return self.block_n * max(128, self.itemsize * self.block_m)
 
     @property
     def dq_tile(self):
@@ -419,6 +429,7 @@ FAMILIES = (
     Family("wgmma", (9, 0), (9, 0), HALVES, 256),
     Family("mma", (8, 0), (99, 0), HALVES, 256),
     Family("mma", (7, 5), (7, 5), ("float16",), 256),
+    Family("mma", (8, 0), (99, 0), ("float32",), 128),
 )
 
 
@@ -430,24 +441,41 @@ def families(name):
     return [family for family in FAMILIES if family.name == name]
 
 
-# Forward, by width: warps, tiles of 16 rows a warp, keys, stages. The first that fits is taken.
+# Forward, by bytes of a number and width: warps, tiles of 16 rows a warp, keys, stages, blocks that
+# share a multiprocessor. The first that fits is taken.
 FORWARD_TILES = {
-    64: ((4, 2, 64, 2), (4, 2, 32, 2)),
-    128: ((4, 2, 64, 2), (4, 2, 32, 2), (4, 1, 32, 2), (4, 1, 16, 2)),
-    256: ((8, 1, 64, 2), (8, 1, 32, 2), (4, 1, 32, 2), (2, 1, 16, 2), (1, 1, 16, 2)),
-}
-# Backward: warps, queries, keys, then how products are split, stages.
-BACKWARD_TILES = {
-    64: ((8, 128, 128, 4, 4, 4, 2), (8, 64, 128, 4, 4, 2, 2), (4, 32, 64, 2, 2, 2, 2)),
-    128: ((8, 64, 128, 4, 4, 2, 2), (4, 32, 64, 2, 2, 2, 2), (4, 32, 32, 2, 2, 2, 2)),
-    256: (
-        (8, 64, 64, 4, 2, 2, 2),
-        (8, 32, 64, 4, 2, 2, 2),
-        (4, 16, 32, 2, 2, 1, 2),
-        (2, 16, 16, 1, 1, 1, 2),
+    (2, 64): ((4, 2, 32, 2, 3), (4, 2, 32, 2, 1)),
+    (2, 128): ((4, 2, 48, 2, 1), (4, 2, 32, 2, 1), (4, 1, 32, 2, 1), (4, 1, 16, 2, 1)),
+    (2, 256): (
+        (8, 1, 64, 2, 1), (8, 1, 32, 2, 1), (4, 1, 32, 2, 1), (2, 1, 16, 2, 1), (1, 1, 16, 2, 1),
     ),
-}
-SIMULATED_TILES = (2, 2, 32, 2), (4, 32, 64, 2, 2, 2, 2)
+    (4, 64): ((4, 2, 32, 2, 1), (4, 2, 16, 2, 1), (4, 1, 16, 2, 1)),
+    (4, 128): ((4, 2, 16, 2, 1), (4, 1, 16, 2, 1), (2, 1, 16, 2, 1)),
+}  # fmt: skip
+# Backward: warps, queries, keys, then how products are split, stages, blocks.
+BACKWARD_TILES = {
+    (2, 64): (
+        (8, 128, 128, 4, 4, 4, 2, 1), (8, 64, 128, 4, 4, 2, 2, 1), (4, 32, 64, 2, 2, 2, 2, 1),
+        (4, 32, 32, 2, 2, 2, 2, 1),
+    ),
+    (2, 128): (
+        (8, 64, 128, 4, 4, 2, 2, 1), (4, 32, 64, 2, 2, 2, 2, 1), (4, 32, 32, 2, 2, 2, 2, 1),
+        (2, 16, 32, 2, 2, 1, 2, 1),
+    ),
+    (2, 256): (
+        (8, 64, 64, 4, 2, 4, 2, 1), (8, 32, 64, 4, 2, 2, 2, 1), (4, 16, 32, 2, 2, 1, 2, 1),
+        (2, 16, 16, 1, 1, 1, 2, 1),
+    ),
+    (4, 64): (
+        (8, 32, 128, 4, 4, 2, 2, 1), (4, 32, 64, 2, 2, 2, 2, 1), (4, 32, 32, 2, 2, 2, 2, 1),
+        (2, 16, 32, 2, 2, 1, 2, 1),
+    ),
+    (4, 128): (
+        (8, 32, 64, 4, 2, 2, 2, 1), (4, 32, 32, 2, 2, 2, 2, 1), (2, 16, 32, 2, 2, 1, 2, 1),
+        (2, 16, 16, 1, 1, 1, 2, 1),
+    ),
+}  # fmt: skip
+SIMULATED_TILES = (2, 2, 32, 2, 1), (4, 32, 64, 2, 2, 2, 2, 1)
 
 
 def width_of(head_dim):
@@ -457,10 +485,10 @@ def width_of(head_dim):
 
 def choose_mma(dtype, head_dim, machine, negative=False, simulated=False):
     """The tile configuration of forward_mma.py for one problem on one GPU; None if none fits."""
-    width = width_of(head_dim)
-    turing, hopper = machine.capability < (8, 0), machine.capability >= (9, 0)
-    for tiles in (SIMULATED_TILES[0],) if simulated else FORWARD_TILES[width]:
-        config = MmaConfig(dtype, width, *tiles, turing, hopper, negative)
+    width, generation = width_of(head_dim), generation_of(machine)
+    itemsize = 4 if dtype == "float32" else 2
+    for *tiles, blocks in (SIMULATED_TILES[0],) if simulated else FORWARD_TILES[itemsize, width]:
+        config = MmaConfig(dtype, width, *tiles, *generation, negative, blocks=blocks)
         if config.shared_bytes <= machine.shared_bytes:
             return config
     return None
@@ -468,13 +496,18 @@ def choose_mma(dtype, head_dim, machine, negative=False, simulated=False):
 
 def choose_mma_backward(dtype, head_dim, machine, deterministic=False, simulated=False):
     """The same of backward_mma.py."""
-    width = width_of(head_dim)
-    turing, hopper = machine.capability < (8, 0), machine.capability >= (9, 0)
-    for tiles in (SIMULATED_TILES[1],) if simulated else BACKWARD_TILES[width]:
-        config = MmaBackwardConfig(dtype, width, *tiles, turing, hopper, deterministic)
+    width, generation = width_of(head_dim), generation_of(machine)
+    itemsize = 4 if dtype == "float32" else 2
+    for *tiles, blocks in (SIMULATED_TILES[1],) if simulated else BACKWARD_TILES[itemsize, width]:
+        config = MmaBackwardConfig(dtype, width, *tiles, *generation, deterministic, blocks=blocks)
         if config.shared_bytes <= machine.shared_bytes:
             return config
     return None
+
+
+def generation_of(machine):
+    """(whether a GPU has no more than Turing's instructions, whether it has Hopper's)."""
+    return machine.capability < (8, 0), machine.capability >= (9, 0)
 
 
 def mma_fits(dtype, head_dim, machine):

@@ -424,7 +424,7 @@ def _obstacle(name, q, v, machine, simulated):
     (batch, seqlen_q, heads_q, head_dim), (_, seqlen_kv, _, head_dim_v) = q.shape, v.shape
     families = config.families(name)
     dtypes = tuple(dict.fromkeys(d for family in families for d in family.dtypes))
-    widest = max(family.head_dim for family in families)
+    widest = max((f.head_dim for f in families if q.dtype.name in f.dtypes), default=0)
     who = f"the {name} backends need"
     if q.dtype.name not in dtypes:
         return ValueError(f"{who} {' or '.join(dtypes)}, not q.dtype={q.dtype}")

@@ -101,41 +101,47 @@ def copies(head_dim, tma):
 
 
 @cache
-def block_copies(head_dim, rows, threads, turing):
+def block_copies(head_dim, rows, threads, turing, itemsize=2):
     """Tiles of `rows` rows, loaded by all threads of a block, each 16 bytes of every 128 of a row.
 
     By cp.async; on `turing`, which has none, through registers. A head is a 2-D array (seqlen,
     head_dim) with rows of whole 16 bytes.
     """
-    PARTS, ROWS_AT_ONCE = -(-head_dim // 64), threads // 8
-    WORDS, PASSES, STEP = 4 * PARTS, rows // ROWS_AT_ONCE, 128 * rows
-    assert rows % ROWS_AT_ONCE == 0
+    PARTS, ROWS_AT_ONCE = -(-head_dim * itemsize // 128), threads // 8
+    WORDS, PASSES, STEP = 4 * PARTS, -(-rows // ROWS_AT_ONCE), 128 * rows
+    ALL = rows % ROWS_AT_ONCE == 0  # threads have a row, always
     start_row, load_row = cp_async_row(PARTS, STEP), ld_global_row(PARTS)
 
     @inlined
     def own_column():
         """From which column on this thread needs a head."""
-        return i32((u32(cuda.threadIdx.x) & u32(7)) << u32(3))
+        return i32(u32(cuda.threadIdx.x) & u32(7)) * i32(16 // itemsize)
+
+    @inlined
+    def copy_row(place, x, row, pitch, inside, width):
+        bits, four = cuda.local.array(WORDS, np.uint32), cuda.local.array(4, np.uint32)
+        load_row(bits, x, row, pitch, inside, width)
+        for part in range(PARTS):
+            for j in range(4):
+                four[j] = bits[4 * part + j]
+            st_shared_v4_u32(u32(place + u32(part * STEP)), four)
 
     @inlined
     def load_rows(tile, x, row0, end):
         """Rows from row0 of a head from `own_column` on; zeros past row `end`."""
         thread = u32(cuda.threadIdx.x)
         target = u32(tile + u32(swizzle128(thread << u32(4))))
-        pitch, width = i32(x.strides[0]), i32(x.shape[1] * 2)
+        pitch, width = i32(x.strides[0]), i32(x.shape[1] * itemsize)
         for i in range(PASSES):
-            row = i32(row0 + i32(thread >> u32(3)) + i * ROWS_AT_ONCE)
-            inside = u32(16) if row < end else u32(0)
-            place = u32(target + u32(128 * ROWS_AT_ONCE * i))
-            if not turing:
-                start_row(place, x, row, pitch, inside, width)
-            else:
-                bits, four = cuda.local.array(WORDS, np.uint32), cuda.local.array(4, np.uint32)
-                load_row(bits, x, row, pitch, inside, width)
-                for part in range(PARTS):
-                    for j in range(4):
-                        four[j] = bits[4 * part + j]
-                    st_shared_v4_u32(u32(place + u32(part * STEP)), four)
+            row = i32(i32(thread >> u32(3)) + i * ROWS_AT_ONCE)
+            if ALL or row < rows:
+                row = i32(row0 + row)
+                inside = u32(16) if row < end else u32(0)
+                place = u32(target + u32(128 * ROWS_AT_ONCE * i))
+                if turing:
+                    copy_row(place, x, row, pitch, inside, width)
+                else:
+                    start_row(place, x, row, pitch, inside, width)
 
     @inlined
     def commit():
@@ -160,10 +166,10 @@ def wait_copies(pending, turing):
 
 
 @cache
-def warp_store(columns):
+def warp_store(columns, itemsize=2):
     """Rows of a tile in shared memory to a head with rows of whole 16 bytes, by a warp."""
-    PARTS = -(-columns // 64)
-    WORDS, CHUNKS = 4 * PARTS, u32(min(8, columns // 8))
+    PARTS = -(-columns * itemsize // 128)
+    WORDS, CHUNKS = 4 * PARTS, u32(min(8, columns * itemsize // 16))
     store_row = st_global_row(PARTS)
 
     @inlined
@@ -174,8 +180,8 @@ def warp_store(columns):
         """
         lane = u32(lane_index())
         bits, four = cuda.local.array(WORDS, np.uint32), cuda.local.array(4, np.uint32)
-        part_of_x = x[:, i32(lane & u32(7)) * i32(8) :]
-        pitch, width = i32(x.strides[0]), i32(part_of_x.shape[1] * 2)
+        part_of_x = x[:, i32(lane & u32(7)) * i32(16 // itemsize) :]
+        pitch, width = i32(x.strides[0]), i32(part_of_x.shape[1] * itemsize)
         for i in range(rows // 4):
             row = i32(lane >> u32(3)) + i32(4 * i)
             at = tile + (u32(row) << u32(7) | (lane & u32(7)) % CHUNKS << u32(4))

@@ -12,7 +12,7 @@ import numpy as np
 from flashnumba.device import inlined
 from flashnumba.device.pipeline import lane_index
 from flashnumba.ptx.layout import swizzle128
-from flashnumba.ptx.shared import st_shared_u32, stmatrix_x4
+from flashnumba.ptx.shared import st_shared_f32, st_shared_u32, stmatrix_x4
 from flashnumba.ptx.thread import cvt_bf16x2, cvt_f16x2
 
 ZERO = np.float32(0)
@@ -102,8 +102,12 @@ def output(dtype, head_dim, tiles=1):
 
 
 @cache
-def fragment_to_shared(dtype, columns, tiles, subtile_bytes, hopper):
-    """Store a fragment as halves to shared memory: by stmatrix, before Hopper pair by pair."""
+def fragment_to_shared(dtype, columns, tiles, subtile_bytes, hopper, as_factor=False):
+    """Store a fragment to shared memory in its dtype: by stmatrix, or before Hopper pair by pair.
+
+    float32 that is to be a left factor, `as_factor`, has eight columns in the order 0 2 4 6 1 3 5 7
+    (ptx/mma_tf32.py).
+    """
     pack = cvt_f16x2 if dtype == "float16" else cvt_bf16x2
 
     @inlined
@@ -133,6 +137,25 @@ def fragment_to_shared(dtype, columns, tiles, subtile_bytes, hopper):
                 st_shared_u32(at, pack(acc[x], acc[x + 1]))
                 st_shared_u32(u32(at + u32(1024)), pack(acc[x + 2], acc[x + 3]))
 
+    @inlined
+    def whole(acc, tile):
+        lane = u32(lane_index())
+        column = (lane & u32(3)) << u32(2 if as_factor else 3)
+        start = u32(swizzle128(u32(tile + ((lane >> u32(2)) << u32(7) | column))))
+        for t in range(tiles):
+            for j in range(columns // 8):
+                more = u32(j // 4 * subtile_bytes + 2048 * t)
+                at = start ^ u32(j % 4 * 32)
+                beside = u32(((at ^ u32(16)) if as_factor else (at | u32(4))) + more)
+                at = u32(at + more)
+                x = t * (columns // 2) + 4 * j
+                st_shared_f32(at, acc[x])
+                st_shared_f32(beside, acc[x + 1])
+                st_shared_f32(u32(at + u32(1024)), acc[x + 2])
+                st_shared_f32(u32(beside + u32(1024)), acc[x + 3])
+
+    if dtype == "float32":
+        return whole
     return by_matrices if hopper else by_pairs
 
 
@@ -152,3 +175,19 @@ def first_columns(tile):
     lane = u32(lane_index())
     row = lane & u32(7) | (lane & u32(16)) >> u32(1)
     return u32(swizzle128(u32(tile + (row << u32(7) | (lane & u32(8)) << u32(1)))))
+
+
+@inlined
+def pairs(tile):
+    """This lane's address for a factor B that ptx/mma_tf32.py reads by pairs of rows."""
+    lane = u32(lane_index())
+    at = (lane & u32(3)) << u32(8) | (lane & u32(28))
+    return u32(swizzle128(u32(tile + at)))
+
+
+@inlined
+def pairs_in_order(tile):
+    """The same for a factor A, whose columns lie in the order 0 2 4 6 1 3 5 7."""
+    lane = u32(lane_index())
+    column = lane >> u32(3) | (lane & u32(4))
+    return u32(swizzle128(u32(tile + ((lane & u32(3)) << u32(8) | column << u32(2)))))

@@ -32,18 +32,27 @@ i32, u32 = np.int32, np.uint32
 
 @cache
 def guard(dtype, rows, head_dim, fenced=True):
-    """clean, restore, poison, clear for tiles of `rows` x `head_dim` halves in 128-byte swizzle.
+    """clean, restore, poison, clear for tiles of `rows` x `head_dim` numbers in 128-byte swizzle.
 
     `fenced` where the asynchronous proxy reads them, as wgmma and TMA do.
     """
-    SUBTILES, SUBTILE_BYTES, PARTS = -(-head_dim // 64), 128 * rows, -(-rows // 32)
-    INF = {"float16": 0x7C00, "bfloat16": 0x7F80}[dtype]  # an exponent of all ones
-    BOTH, CARRY = INF * 0x10001, (INF & -INF) * 0x10001  # adding the carry overflows into the sign
+    WHOLE = dtype == "float32"
+    COLUMNS, ITEM = (32, 4) if WHOLE else (64, 2)  # of a sub-tile; bytes
+    SUBTILES, SUBTILE_BYTES, PARTS = -(-head_dim // COLUMNS), 128 * rows, -(-rows // 32)
+    INF = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000}[dtype]  # exponent all ones
+    NAN, SIGN = 0x7FFFFFFF if WHOLE else 0x7FFF, 0x80000000 if WHOLE else 0x80008000
+    # Adding the carry overflows into the sign.
+    BOTH, CARRY = (x if WHOLE else x * 0x10001 for x in (INF, INF & -INF))
+
+    @inlined
+    def bits_of(x):
+        """A number of an array (halves are their bits there) as bits."""
+        return x.view(np.uint32) if WHOLE else u32(x)
 
     @inlined
     def not_finite(x):
-        """The sign bits of those of two halves that are infinite or NaN."""
-        return u32((x & u32(BOTH)) + u32(CARRY)) & u32(0x80008000)
+        """The sign bit of a float32 that is infinite or NaN; of two halves, those of either."""
+        return u32((x & u32(BOTH)) + u32(CARRY)) & u32(SIGN)
 
     @inlined
     def scan(start, lane):
@@ -65,8 +74,11 @@ def guard(dtype, rows, head_dim, fenced=True):
             at = start + u32(column // 32 * SUBTILE_BYTES + column % 32 * 4)
             y = ld_shared_u32(at)
             wrong = not_finite(y)
-            wrong = (wrong << u32(1)) - (wrong >> u32(15))  # a sign bit to its whole half
-            st_shared_u32(at, y & ~wrong)
+            if WHOLE:
+                wrong = u32(0xFFFFFFFF) if wrong != u32(0) else u32(0)
+            else:
+                wrong = (wrong << u32(1)) - (wrong >> u32(15))  # a sign bit to its whole half
+            st_shared_u32(at, u32(y & ~wrong))
         if fenced:
             fence_proxy_async()
 
@@ -125,16 +137,20 @@ def guard(dtype, rows, head_dim, fenced=True):
         """
         column, end = u32(lane_index()), min(i32(columns), i32(v_row.shape[0] - column0))
         while i32(column) < end:
-            half = u32(v_row[column0 + i32(column)])
-            if half & u32(INF) == u32(INF):
-                subtile = o_tile + subtile_bytes * (column >> u32(6))
+            number = bits_of(v_row[column0 + i32(column)])
+            if number & u32(INF) == u32(INF):
+                subtile = o_tile + subtile_bytes * (column // u32(COLUMNS))
                 row = first
                 while row < last:
-                    at = u32(row) << u32(7) | (column & u32(63)) << u32(1)
+                    at = u32(row) << u32(7) | column % u32(COLUMNS) * u32(ITEM)
                     at = subtile + u32(swizzle128(at))
-                    old = ld_shared_u16(at)
+                    old = ld_shared_u32(at) if WHOLE else ld_shared_u16(at)
                     finite = old & u32(INF) != u32(INF)
-                    st_shared_u16(at, half if finite or old == half else u32(0x7FFF))
+                    new = number if finite or old == number else u32(NAN)
+                    if WHOLE:
+                        st_shared_u32(at, new)
+                    else:
+                        st_shared_u16(at, new)
                     row = i32(row + 1)
             column = u32(column + u32(32))
 

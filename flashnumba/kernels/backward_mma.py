@@ -30,9 +30,10 @@ from numba.cuda import types
 from flashnumba.config import Kernel
 from flashnumba.device import inlined
 from flashnumba.device.copy import block_copies, wait_copies, warp_store
-from flashnumba.device.fragment import first_columns, first_rows, fragment_to_shared, scores
+from flashnumba.device.fragment import fragment_to_shared, scores
 from flashnumba.device.guard import guard
 from flashnumba.device.pipeline import lane_index
+from flashnumba.device.product import products
 from flashnumba.device.sequence import alignment, length, place, tiles
 from flashnumba.ptx.memory import (
     red_global_add_f32,
@@ -40,7 +41,6 @@ from flashnumba.ptx.memory import (
     st_release_u32,
     wait_acquire_u32,
 )
-from flashnumba.ptx.mma import mma_ss
 from flashnumba.ptx.shared import (
     cvta_to_shared,
     ld_shared_f32,
@@ -60,7 +60,7 @@ def make_backward(config):
     """dk, dv, and dq in the order of fragments."""
     D, BLOCK_M, BLOCK_N, WARPS = config.head_dim, config.block_m, config.block_n, i32(config.warps)
     THREADS, STAGES, TURING = config.threads, config.stages, config.turing
-    DETERMINISTIC = config.deterministic
+    DETERMINISTIC, ITEM, SUBTILE = config.deterministic, config.itemsize, 128 // config.itemsize
     MINUS_FAR, ZERO, ONE = i32(-(1 << 30)), f32(0), u32(1)
     # A warp's part of s and dp: keys x queries; of dk and dv: keys x columns; of dq.
     S_SPLIT, S_KEYS = config.s_keys, BLOCK_N // config.s_keys
@@ -87,23 +87,27 @@ def make_backward(config):
     NUMBERS = u32(FLAGS + 4 * (BLOCK_N + config.warps))
     Q_LENGTH, KV_LENGTH, OFFSET, FULL_BEGIN, FULL_END = (u32(NUMBERS + 4 * i) for i in range(5))
 
-    own_column, load_q, commit = block_copies(D, BLOCK_M, THREADS, TURING)
-    _, load_kv, _ = block_copies(D, BLOCK_N, THREADS, TURING)
+    own_column, load_q, commit = block_copies(D, BLOCK_M, THREADS, TURING, ITEM)
+    _, load_kv, _ = block_copies(D, BLOCK_N, THREADS, TURING, ITEM)
     wait_tile, wait_all = wait_copies(STAGES - 2, TURING), wait_copies(0, TURING)
-    store_rows = warp_store(COLUMNS)
-    gemm = lambda *sizes, **options: mma_ss(*sizes, **options, turing=TURING)
-    dtype = config.dtype
-    gemm_s = gemm(S_TILES, QUERIES, D, dtype, BLOCK_N, BLOCK_M)
-    gemm_dkv = gemm(DKV_TILES, COLUMNS, BLOCK_M, dtype, BLOCK_N, BLOCK_M, b_mn_major=True, add=True)
-    gemm_dq = gemm(
-        DQ_TILES, DQ_COLUMNS, BLOCK_N, dtype, BLOCK_N, BLOCK_N, a_mn_major=True, b_mn_major=True
+    store_rows = warp_store(COLUMNS, ITEM)
+    dtype, product = config.dtype, products(config)
+    gemm_s = product.ss(S_TILES, QUERIES, D, BLOCK_N, BLOCK_M)
+    gemm_dkv = product.ss(DKV_TILES, COLUMNS, BLOCK_M, BLOCK_N, BLOCK_M, b_mn_major=True, add=True)
+    gemm_dq = product.ss(
+        DQ_TILES, DQ_COLUMNS, BLOCK_N, BLOCK_N, BLOCK_N, a_mn_major=True, b_mn_major=True
     )
+    a_k_major, a_mn_major = product.a_k_major, product.a_mn_major
+    b_k_major, b_mn_major = product.b_k_major, product.b_mn_major
+    FACTOR = f32(product.ss_factor)  # what is left out of each product
     red = red_global_add_f32 if config.hopper else red_global_add_f32_each
     red_global_add = red(BLOCK_M * D, DQ_SIZE, THREADS)
     poison = guard(dtype, BLOCK_N, D, fenced=False).poison
     clear = guard(dtype, BLOCK_M, D, fenced=False).clear
     mask, _, _ = scores(dtype, QUERIES, S_TILES)
-    p_to_shared = fragment_to_shared(dtype, QUERIES, S_TILES, KV_STEP, config.hopper)
+    p_to_shared = fragment_to_shared(
+        dtype, QUERIES, S_TILES, KV_STEP, config.hopper, as_factor=True
+    )
     acc_to_shared = fragment_to_shared(dtype, COLUMNS, DKV_TILES, KV_STEP, config.hopper)
 
     @inlined
@@ -122,7 +126,8 @@ def make_backward(config):
     @inlined
     def at(row, column, step):
         """Where a row and a column of a tile lie; `step` bytes from one sub-tile to the next."""
-        return u32(row << u32(7)) + (column >> u32(6)) * u32(step) + ((column & u32(63)) << u32(1))
+        subtile, rest = column // u32(SUBTILE), column % u32(SUBTILE)
+        return u32((row << u32(7)) + subtile * u32(step) + rest * u32(ITEM))
 
     @inlined
     def tiles_of(n_block, q_length, kv_length, offset, left, right):
@@ -229,9 +234,9 @@ def make_backward(config):
         warp = opaque(warp)  # or what follows is kept in registers all along
         query = warp % u32(DQ_SPLIT) * u32(16 * DQ_TILES)
         column = warp // u32(DQ_SPLIT) * u32(DQ_COLUMNS * DQ_PASSES)
-        ds = first_columns(u32(smem + DS + at(u32(0), query, KV_STEP)))
+        ds = a_mn_major(u32(smem + DS + at(u32(0), query, KV_STEP)))
         for i in range(DQ_PASSES):
-            k = first_rows(u32(smem + at(u32(0), u32(column + u32(DQ_COLUMNS * i)), KV_STEP)))
+            k = b_mn_major(u32(smem + at(u32(0), u32(column + u32(DQ_COLUMNS * i)), KV_STEP)))
             gemm_dq(dq, ds, k)
             part = u32(u32(cuda.threadIdx.x) + DQ_PARTS * u32(i))
             red_global_add(dq_tiles, u32(m_block), part, dq)
@@ -260,6 +265,7 @@ def make_backward(config):
         for i in range(ACC_SIZE):
             dk_acc[i], dv_acc[i] = ZERO, ZERO
 
+        scale_log2 = f32(scale_log2 * FACTOR)
         heads_kv, seqlen_kv = u32(k.shape[2]), i32(k.shape[1])
         n_blocks = u32((seqlen_kv + BLOCK_N - 1) // BLOCK_N)
         all_heads = u32(heads_kv * u32(k.shape[0]))
@@ -311,10 +317,10 @@ def make_backward(config):
             q_tile, do_tile = slot(smem + Q, n, Q_BYTES), slot(smem + DO, n, Q_BYTES)
             if masked:
                 poisoned = protect(smem, warp, n, poisoned)
-            gemm_s(s, first_rows(u32(smem + s_rows)), first_columns(u32(q_tile + s_columns)))
+            gemm_s(s, a_k_major(u32(smem + s_rows)), b_k_major(u32(q_tile + s_columns)))
             tile = steps(h, m_block, begin, end, STAGES - 1)
             load(smem, u32(n + u32(STAGES - 1)), count, tile, b, column, q, do, stats)
-            gemm_s(dp, first_rows(u32(smem + V + s_rows)), first_columns(u32(do_tile + s_columns)))
+            gemm_s(dp, a_k_major(u32(smem + V + s_rows)), b_k_major(u32(do_tile + s_columns)))
             if poisoned:
                 add_poison(smem, s_key, s)
             to_mask = masked_tile(smem, m_block)
@@ -333,19 +339,19 @@ def make_backward(config):
                 for r in range(2 * S_TILES):
                     for x in range(2):
                         i = r // 2 * (QUERIES // 2) + 4 * j + r % 2 * 2 + x
-                        dp[i] = s[i] * (dp[i] - delta[2 * j + x])
+                        dp[i] = s[i] * (FACTOR * dp[i] - delta[2 * j + x])
             if to_mask:
                 hide(dp, smem, key0, query0, left, right)
             p_to_shared(dp, u32(smem + DS + p_own))
             cuda.syncthreads()
             gemm_dkv(
-                dv_acc, first_rows(u32(smem + P + p_rows)), first_rows(u32(do_tile + d_columns))
+                dv_acc, a_k_major(u32(smem + P + p_rows)), b_mn_major(u32(do_tile + d_columns))
             )
             if DETERMINISTIC:
                 await_turn(turns[b, h], n_block, m_block, before)
             add_dq(smem, warp, dq[b, h], m_block, dq_acc)
             gemm_dkv(
-                dk_acc, first_rows(u32(smem + DS + p_rows)), first_rows(u32(q_tile + d_columns))
+                dk_acc, a_k_major(u32(smem + DS + p_rows)), b_mn_major(u32(q_tile + d_columns))
             )
             if DETERMINISTIC:
                 pass_turn(turns[b, h], n_block, m_block)
@@ -355,7 +361,8 @@ def make_backward(config):
         wait_all()
         cuda.syncthreads()
         for i in range(ACC_SIZE):
-            dk_acc[i] *= scale
+            dk_acc[i] *= f32(scale * FACTOR)
+            dv_acc[i] *= FACTOR
         first, stop = i32(d_column), i32(d_column) + COLUMNS
         write(smem, dk_acc, dk[b, :, kv_head, first:stop], d_key, d_column, kv_row0, seqlen_kv)
         write(
@@ -368,7 +375,8 @@ def make_backward(config):
             seqlen_kv,
         )
 
-    x, n = types.Array(types.uint16, 4, "A"), types.Array(types.int64, 1, "A")
+    x = types.Array(types.uint16 if ITEM == 2 else types.float32, 4, "A")
+    n = types.Array(types.int64, 1, "A")
     rows, turns = types.Array(types.float32, 4, "C"), types.Array(types.int32, 3, "C")
     signature = types.void(
         x, x, x, x, rows, rows, turns, x, x, n, n, types.float32, types.float32, types.int32,

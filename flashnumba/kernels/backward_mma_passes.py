@@ -14,6 +14,7 @@ from flashnumba.config import Kernel
 from flashnumba.device import inlined
 from flashnumba.device.copy import warp_store
 from flashnumba.device.fragment import fragment_to_shared
+from flashnumba.device.product import products
 from flashnumba.device.sequence import length
 from flashnumba.device.tile import number
 from flashnumba.kernels.backward_passes import LOG2_E, place
@@ -32,7 +33,8 @@ def make_prepare(config):
 
     Eight threads share a query. One without keys, or past its sequence, gets lse = +inf.
     """
-    BLOCK_M, PARTS, ROWS = config.block_m, -(-config.head_dim // 64), THREADS // 8
+    ITEM, HALVES = config.itemsize, config.itemsize == 2
+    BLOCK_M, PARTS, ROWS = config.block_m, -(-config.head_dim * ITEM // 128), THREADS // 8
     WORDS = 4 * PARTS
     ZERO, INF = f32(0), f32(np.inf)
     load_row = ld_global_row(PARTS)
@@ -43,12 +45,16 @@ def make_prepare(config):
         """This thread's part of sum_d do o."""
         total, part = ZERO, i32(u32(cuda.threadIdx.x) & u32(7))
         x, y = cuda.local.array(WORDS, np.uint32), cuda.local.array(WORDS, np.uint32)
-        width, size = i32((do.shape[1] - 8 * part) * 2), u32(16) if inside else u32(0)
-        load_row(x, do[:, 8 * part :], row, i32(do.strides[0]), size, width)
-        load_row(y, o[:, 8 * part :], row, i32(o.strides[0]), size, width)
+        first, size = i32(16 // ITEM) * part, u32(16) if inside else u32(0)
+        width = i32((do.shape[1] - first) * ITEM)
+        load_row(x, do[:, first:], row, i32(do.strides[0]), size, width)
+        load_row(y, o[:, first:], row, i32(o.strides[0]), size, width)
         for i in range(WORDS):
-            total += widen(x[i]) * widen(y[i])
-            total += widen(x[i] >> u32(16)) * widen(y[i] >> u32(16))
+            if HALVES:
+                total += widen(x[i]) * widen(y[i])
+                total += widen(x[i] >> u32(16)) * widen(y[i] >> u32(16))
+            else:
+                total += x[i].view(np.float32) * y[i].view(np.float32)
         for distance in (1, 2, 4):
             total += cuda.shfl_xor_sync(ALL_LANES, total, distance)
         return total
@@ -74,7 +80,8 @@ def make_prepare(config):
                 rows[b, h, m_block, row] = lse[b, h, query] * LOG2_E if seen else INF
                 rows[b, h, m_block, u32(BLOCK_M) + row] = delta if seen else ZERO
 
-    x, r = types.Array(types.uint16, 4, "A"), types.Array(types.float32, 3, "A")
+    x = types.Array(types.uint16 if HALVES else types.float32, 4, "A")
+    r = types.Array(types.float32, 3, "A")
     n, rows = types.Array(types.int64, 1, "A"), types.Array(types.float32, 4, "C")
     signature = types.void(x, x, r, r, n, rows, rows, types.Array(types.int32, 3, "C"))
     return Kernel(f"mma backward prepare {config}", prepare, signature, THREADS)
@@ -83,16 +90,18 @@ def make_prepare(config):
 @cache
 def make_convert(config):
     """dq = scale times what was added up; a warp has the part of a tile that it computed."""
-    BLOCK_M, THREADS = config.block_m, config.threads
+    BLOCK_M, THREADS, ITEM = config.block_m, config.threads, config.itemsize
+    FACTOR, SUBTILE = f32(products(config).ss_factor), 128 // ITEM
     (TILES, COLUMNS, PASSES), SPLIT, HOPPER = config.dq_tile, config.dq_queries, config.hopper
     SIZE, STEP = TILES * COLUMNS // 2, 128 * BLOCK_M
     to_shared = fragment_to_shared(config.dtype, COLUMNS, TILES, STEP, HOPPER)
-    store_rows = warp_store(COLUMNS)
+    store_rows = warp_store(COLUMNS, ITEM)
 
     def convert(parts, dq, scale):
         smem = cvta_to_shared(cuda.shared.array(0, np.uint8, alignment=1024))
         thread = u32(cuda.threadIdx.x)
         acc, x = cuda.local.array(SIZE, np.float32), cuda.local.array(4, np.float32)
+        scale = f32(scale * FACTOR)
         m_block, h, b = place(parts, u32(cuda.blockIdx.x))
         warp, row0 = thread >> u32(5), i32(m_block * u32(BLOCK_M))
         row = warp % u32(SPLIT) * u32(16 * TILES)
@@ -107,15 +116,15 @@ def make_convert(config):
                     number = thread + u32(THREADS * (SIZE * part + i))
                     acc[i] = parts[b, h, m_block, number] * scale
             column = warp // u32(SPLIT) * u32(COLUMNS * PASSES) + u32(COLUMNS * part)
-            tile = (row << u32(7)) + (column >> u32(6)) * u32(STEP) + ((column & u32(63)) << u32(1))
-            tile = u32(smem + tile)
+            subtile, rest = column // u32(SUBTILE), column % u32(SUBTILE)
+            tile = u32(smem + (row << u32(7)) + subtile * u32(STEP) + rest * u32(ITEM))
             to_shared(acc, tile)
             cuda.syncwarp()
             first = i32(column)
             own = dq[b, :, h, first : first + COLUMNS]
             store_rows(own, tile, STEP, 16 * TILES, i32(row0 + i32(row)), i32(dq.shape[1]))
 
-    x, parts = types.Array(types.uint16, 4, "A"), types.Array(types.float32, 4, "C")
-    signature = types.void(parts, x, types.float32)
+    x = types.Array(types.uint16 if ITEM == 2 else types.float32, 4, "A")
+    signature = types.void(types.Array(types.float32, 4, "C"), x, types.float32)
     key = f"mma backward convert {config}"
     return Kernel(key, convert, signature, THREADS, config.q_bytes)

@@ -25,12 +25,12 @@ from numba.cuda import types
 from flashnumba.config import Kernel
 from flashnumba.device import inlined
 from flashnumba.device.copy import block_copies, wait_copies, warp_store
-from flashnumba.device.fragment import first_columns, first_rows, fragment_to_shared, output, scores
+from flashnumba.device.fragment import fragment_to_shared, output, scores
 from flashnumba.device.guard import guard
 from flashnumba.device.pipeline import lane_index
+from flashnumba.device.product import products
 from flashnumba.device.sequence import alignment, length, place, tiles
 from flashnumba.device.softmax import online_softmax, row_sum
-from flashnumba.ptx.mma import mma_rs, mma_ss
 from flashnumba.ptx.shared import (
     cvta_to_shared,
     ld_shared_u32,
@@ -50,7 +50,7 @@ def make_forward(config):
     WARPS, TILES, STAGES = i32(config.warps), config.tiles, config.stages
     THREADS, NEGATIVE, TURING = config.threads, config.negative, config.turing
     ROWS, S_SIZE, P_SIZE = 2 * TILES, TILES * BLOCK_N // 2, TILES * BLOCK_N // 4
-    ACC_SIZE = TILES * D // 2
+    ACC_SIZE, ITEM, HALVES = TILES * D // 2, config.itemsize, config.itemsize == 2
     MINUS_INF, ZERO, ONE, LN2 = f32(-np.inf), f32(0), u32(1), f32(np.log(2))
     TINY = f32(np.finfo(np.float32).tiny)  # stands for a scale of 0
     MINUS_FAR = i32(-(1 << 30))
@@ -63,14 +63,17 @@ def make_forward(config):
     BAD = u32(VISITED + 16 * (WARPS + 1))
     FOUR, EIGHT, TWELVE = u32(4), u32(8), u32(12)
 
-    own_column, load_q, commit = block_copies(D, BLOCK_M, THREADS, TURING)
-    _, load_kv, _ = block_copies(D, BLOCK_N, THREADS, TURING)
+    own_column, load_q, commit = block_copies(D, BLOCK_M, THREADS, TURING, ITEM)
+    _, load_kv, _ = block_copies(D, BLOCK_N, THREADS, TURING, ITEM)
     wait_tile, wait_all = wait_copies(STAGES - 2, TURING), wait_copies(0, TURING)
-    store_rows = warp_store(D)
-    gemm_qk = mma_ss(TILES, BLOCK_N, D, config.dtype, BLOCK_M, BLOCK_N, turing=TURING)
-    gemm_pv = mma_rs(TILES, D, BLOCK_N, config.dtype, BLOCK_N, turing=TURING)
-    of_v = guard(config.dtype, BLOCK_N, D, fenced=False)
-    clean, restore = of_v.clean, of_v.restore
+    store_rows = warp_store(D, ITEM)
+    product = products(config)
+    gemm_qk = product.ss(TILES, BLOCK_N, D, BLOCK_M, BLOCK_N)
+    gemm_pv = product.rs(TILES, D, BLOCK_N, BLOCK_N)
+    q_lane, k_lane, v_lane = product.a_k_major, product.b_k_major, product.b_mn_major
+    S_FACTOR, O_FACTOR = f32(product.ss_factor), f32(product.rs_factor)
+    guards = guard(config.dtype, BLOCK_N, D, fenced=False)
+    clean, restore = guards.clean, guards.restore
     softmax = online_softmax(BLOCK_N, TILES)
     mask, to_halves, _ = scores(config.dtype, BLOCK_N, TILES)
     rescale, divide, _ = output(config.dtype, D, TILES)
@@ -150,7 +153,7 @@ def make_forward(config):
             if u32(lane_index()) & u32(3) == u32(0) and q_idx < lse.shape[0]:
                 log_m = m[r] * f32(scale * LN2) if scale > TINY else ZERO
                 lse[q_idx] = log_m + lg2(total) * LN2 if seen else MINUS_INF
-            inverse[r] = rcp(total) if seen else ZERO
+            inverse[r] = O_FACTOR * rcp(total) if seen else ZERO
 
     @inlined
     def add_bad_rows(tile, row0, v, visited, q_length, kv_length, offset, left, right):
@@ -177,6 +180,7 @@ def make_forward(config):
         a = cuda.local.array(ROWS, np.float32)
         shift = cuda.local.array(ROWS, np.float32)
 
+        scale = f32(scale * S_FACTOR)  # what is left out of s
         heads, seqlen_q = u32(lse.shape[1]), i32(lse.shape[2])
         m_blocks = u32((seqlen_q + BLOCK_M - 1) // BLOCK_M)
         m_block, head = place(
@@ -211,8 +215,8 @@ def make_forward(config):
             m[r], l[r], shift[r] = MINUS_INF, ZERO, ZERO
         for i in range(ACC_SIZE):
             acc[i] = ZERO
-        to_rows, to_columns = opaque(first_rows(u32(0))), opaque(first_columns(u32(0)))
-        q_rows, large = u32(smem + u32(warp * (2048 * TILES)) + to_rows), False
+        of_q, of_k, of_v = opaque(q_lane(u32(0))), opaque(k_lane(u32(0))), opaque(v_lane(u32(0)))
+        q_rows, large = u32(smem + u32(warp * (2048 * TILES)) + of_q), False
 
         while n_block >= begin:
             _, to_clean = visits(visited, n_block)
@@ -223,7 +227,7 @@ def make_forward(config):
             if to_clean:
                 clean_v(smem, n, warp)
             if sees:
-                gemm_qk(s, q_rows, u32(k_slot(smem, n) + to_columns))
+                gemm_qk(s, q_rows, u32(k_slot(smem, n) + of_k))
                 load(smem, next_n, ahead, begin, k_part, v_part, kv_length)
                 if NEGATIVE:
                     for i in range(S_SIZE):
@@ -233,8 +237,11 @@ def make_forward(config):
                 raised, large = softmax(s, m, l, a, shift, large, scale)
                 if raised:
                     rescale(acc, a)
-                to_halves(p, s)
-                gemm_pv(acc, p, u32(v_slot(smem, n) + to_rows))
+                if HALVES:
+                    to_halves(p, s)
+                    gemm_pv(acc, p, u32(v_slot(smem, n) + of_v))
+                else:
+                    gemm_pv(acc, s, u32(v_slot(smem, n) + of_v))
             else:
                 load(smem, next_n, ahead, begin, k_part, v_part, kv_length)
             n, n_block = u32(n + ONE), i32(n_block - 1)
@@ -252,7 +259,8 @@ def make_forward(config):
             cuda.syncwarp()
         store_rows(o[b, :, h], tile, Q_STEP, 16 * TILES, own_row0, seqlen_q)
 
-    x, n = types.Array(types.uint16, 4, "A"), types.Array(types.int64, 1, "A")
+    x = types.Array(types.uint16 if HALVES else types.float32, 4, "A")
+    n = types.Array(types.int64, 1, "A")
     signature = types.void(
         x, x, x, x, types.Array(types.float32, 3, "A"), n, n, types.float32, types.int32,
         types.int32, types.int64, types.int32,

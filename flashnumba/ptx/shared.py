@@ -88,6 +88,13 @@ class SharedMemory:
             raise SimulatorError(f"16 bytes at {at.max()} of {len(self.bytes)}, or not aligned")
         return self.bytes.reshape(-1, CHUNK)[at // CHUNK].view(np.uint16)
 
+    def words(self, addresses):
+        """What ordinary loads of a float32 read, by address."""
+        at = np.asarray(addresses, np.int64) - BASE
+        if at.min() < 0 or at.max() + 4 > len(self.bytes) or (at % 4).any():
+            raise SimulatorError(f"4 bytes at {at.min()} to {at.max()} of {len(self.bytes)}")
+        return self.bytes.view(np.float32)[at // 4]
+
     def scatter(self, addresses, values):
         """An asynchronous write of numbers to byte addresses."""
         at = np.asarray(addresses) - BASE
