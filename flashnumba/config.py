@@ -488,6 +488,7 @@ def choose_mma(dtype, head_dim, machine, negative=False, simulated=False):
     width, generation = width_of(head_dim), generation_of(machine)
     itemsize = 4 if dtype == "float32" else 2
     for *tiles, blocks in (SIMULATED_TILES[0],) if simulated else FORWARD_TILES[itemsize, width]:
+        blocks = 1 if generation[0] else blocks  # Turing has shared memory for one
         config = MmaConfig(dtype, width, *tiles, *generation, negative, blocks=blocks)
         if config.shared_bytes <= machine.shared_bytes:
             return config

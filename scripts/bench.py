@@ -5,6 +5,7 @@
     python scripts/bench.py --pass backward training    # gradients alone, and with the forward
     python scripts/bench.py --pass forward backward --dtype float32 --mask causal
     python scripts/bench.py --seqlen 131072 --heads 1 --batch 1 --head-dim 64 --save
+    python scripts/bench.py --backend mma --only torch-flash torch-cudnn
     python scripts/bench.py --host                      # host time and first-call time
 
 A cell has 16384 tokens and a hidden size of 2048 unless --batch or --heads say otherwise. What is
@@ -18,6 +19,9 @@ its own. A product of two 8192 x 8192 matrices runs in the same rounds, as a cei
 else. `deterministic` is flashnumba's backward with sums in a fixed order; it is no peer. Peak
 memory, of flashnumba, is what CuPy's pool had to get beyond the inputs, results included. A peer
 that fails is skipped and the reason is listed; flashnumba failing makes the exit status 1.
+
+With --backend flashnumba is held to one of its backends, in all passes; its rows carry the name in
+the column `variant`, and the figure, of this run alone, in the name of its file.
 """
 
 import argparse
@@ -36,37 +40,57 @@ from records import CEILING, OURS, Cell
 from tqdm import tqdm
 
 import flashnumba as fn
+from flashnumba import config
+from flashnumba.problem import ON_GPU
 
 TOKENS, HIDDEN = 16384, 2048
 SPAN_MS = 10  # of one measurement: long beside starting it and waiting for its end
+DTYPE = "bfloat16"  # by default
 WRONG = 0.1  # relative error from which a result is no attention
 
 
 class Flashnumba(peers.Peer):
-    """This package."""
+    """This package, by the backend that it chooses or by a given one."""
 
     name = OURS
     dtypes = ("float16", "bfloat16", "float32", "float64")
 
+    def __init__(self, backend=None):
+        self.backend, self.variant = backend, records.variant_of(backend)
+
     def forward(self, q, k, v, causal):
-        return lambda: fn.attention(q, k, v, causal=causal)
+        options = {"causal": causal, "backend": self.backend}
+        return lambda: fn.attention(q, k, v, **options)
 
     def backward(self, do, q, k, v, causal):
-        o, lse = fn.attention(q, k, v, causal=causal, return_lse=True)
-        return lambda: fn.attention_backward(do, q, k, v, o, lse, causal=causal)
+        options = {"causal": causal, "backend": self.backend}
+        o, lse = fn.attention(q, k, v, return_lse=True, **options)
+        return lambda: fn.attention_backward(do, q, k, v, o, lse, **options)
 
     def training(self, do, q, k, v, causal):
-        return lambda: fn.attention_vjp(q, k, v, causal=causal)[1](do)
+        options = {"causal": causal, "backend": self.backend}
+        return lambda: fn.attention_vjp(q, k, v, **options)[1](do)
 
 
 class Deterministic(peers.Peer):
     """Gradients whose sums are always taken in the same order."""
 
-    name, implementation, variant = "deterministic", OURS, "deterministic"
+    name, implementation, dtypes = "deterministic", OURS, Flashnumba.dtypes
+
+    def __init__(self, backend=None):
+        self.backend, self.variant = backend, records.variant_of(backend, deterministic=True)
+
+    def refuses(self, cell):
+        """Only kernels on tensor cores add to dq in any order."""
+        families = config.FAMILIES if self.backend is None else config.families(self.backend)
+        if any(cell.dtype in f.dtypes and cell.head_dim <= f.head_dim for f in families):
+            return super().refuses(cell)
+        return "sums have a fixed order anyway"
 
     def backward(self, do, q, k, v, causal):
-        o, lse = fn.attention(q, k, v, causal=causal, return_lse=True)
-        options = {"causal": causal, "deterministic": True}
+        options = {"causal": causal, "backend": self.backend}
+        o, lse = fn.attention(q, k, v, return_lse=True, **options)
+        options["deterministic"] = True
         return lambda: fn.attention_backward(do, q, k, v, o, lse, **options)
 
 
@@ -228,7 +252,8 @@ def header(names):
 
 def name_of(row):
     """The name of a row's column."""
-    return Deterministic.name if row["variant"] == Deterministic.variant else row["implementation"]
+    ordered = row["variant"].endswith(Deterministic.name)
+    return Deterministic.name if ordered else row["implementation"]
 
 
 def line(cell, which, names, rows):
@@ -248,10 +273,10 @@ def line(cell, which, names, rows):
     return text + f"{found[OURS]['peak_mib'] if OURS in found else '-':>8}"
 
 
-def summary(rows):
+def summary(rows, backend=None):
     """What a run says in the end: the mean of the ratios, the worst cell, the best share."""
     for which in dict.fromkeys(r["pass"] for r in rows):
-        cells = records.by_cell(r for r in rows if r["pass"] == which)
+        cells = records.by_cell((r for r in rows if r["pass"] == which), backend)
         name = lambda cell: "D{2} T{6} {7}".format(*cell)
         ratios = {c: records.ratio(found) for c, found in cells.items()}
         ratios = {c: x for c, x in ratios.items() if x is not None}
@@ -262,7 +287,7 @@ def summary(rows):
                 f"geometric mean of {len(ratios)} cells; worst {ratios[worst]:.3f}, {name(worst)} "
                 f"against {records.best_peer(cells[worst])}"
             )
-        costs = records.deterministic(r for r in rows if r["pass"] == which)
+        costs = records.deterministic((r for r in rows if r["pass"] == which), backend)
         if costs:
             yield (
                 f"{which}: deterministic at {records.geometric_mean(costs):.3f} of the default's "
@@ -301,7 +326,8 @@ def parse(argv):
         help="training is the forward and then the gradients",
     )  # fmt: skip
     dtypes = ["float16", "bfloat16", "float32", "float64"]
-    parser.add_argument("--dtype", choices=dtypes, default="bfloat16")
+    parser.add_argument("--dtype", choices=dtypes, default=DTYPE)
+    parser.add_argument("--backend", choices=ON_GPU, help="flashnumba's; default: its own choice")
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--seqlen", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--mask", nargs="+", choices=["full", "causal"], default=["full", "causal"])
@@ -314,10 +340,13 @@ def parse(argv):
     parser.add_argument("--host", action="store_true", help="host time of a call, first-call time")
     parser.add_argument(
         "--save", nargs="?", type=Path, const=records.RESULTS, metavar="FOLDER",
-        help="append to PASS-GPU.csv (with --host: host-GPU.csv), draw PASS-GPU.png; "
-        "default: scripts/results",
+        help="append to PASS-GPU.csv (with --host: host-GPU.csv), draw PASS-GPU.png, with the name "
+        "of a forced backend or another dtype PASS-BACKEND-DTYPE-GPU.png; default: scripts/results",
     )  # fmt: skip
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.host and args.backend:
+        parser.error("--host measures the backend that flashnumba chooses: leave out --backend")
+    return args
 
 
 def grid(args):
@@ -327,6 +356,12 @@ def grid(args):
                 heads = args.heads or max(1, HIDDEN // head_dim)
                 batch = args.batch or max(1, TOKENS // seqlen)
                 yield Cell(args.dtype, batch, seqlen, heads, head_dim, mask)
+
+
+def figure(which, args, gpu):
+    """The name of a figure: of what differs from the defaults each has its own."""
+    dtype = None if args.dtype == DTYPE else args.dtype
+    return "-".join(filter(None, (which, args.backend, dtype, gpu))) + ".png"
 
 
 def main(argv=None):
@@ -340,11 +375,12 @@ def main(argv=None):
     chosen, absent = peers.choose(args.dtype, args.only, args.skip)
     for name, problem in absent.items():
         print(f"without {name}: {problem}")
-    chosen = [Flashnumba(), *chosen]
-    if "backward" in args.passes and args.dtype in peers.HALF:
-        chosen.insert(1, Deterministic())
+    chosen, ordered = [Flashnumba(args.backend), *chosen], Deterministic(args.backend)
+    if "backward" in args.passes and not all(map(ordered.refuses, grid(args))):
+        chosen.insert(1, ordered)
     names = [peer.name for peer in chosen]
-    print(f"{args.dtype}; TFLOP/s and error, medians of {args.rounds} rounds\n\n{header(names)}")
+    what = f"{args.dtype}, flashnumba by {args.backend}" if args.backend else args.dtype
+    print(f"{what}; TFLOP/s and error, medians of {args.rounds} rounds\n\n{header(names)}")
     work = [(cell, which) for cell in grid(args) for which in args.passes]
     rows, reasons = [], {}
     with tqdm(work, leave=False, disable=None) as bar:
@@ -359,12 +395,12 @@ def main(argv=None):
             if args.save:
                 records.save(args.save / f"{which}-{gpu}.csv", found)
     print()
-    for text in (*skipped(reasons, len(work)), *summary(rows)):
+    for text in (*skipped(reasons, len(work)), *summary(rows, args.backend)):
         print(text)
     for which in args.passes if args.save else ():
         found = [r for r in rows if r["pass"] == which]
         if found:
-            records.plot(found, args.save / f"{which}-{gpu}.png")
+            records.plot(found, args.save / figure(which, args, gpu), args.backend)
     return int(any(name == OURS for name, _ in reasons))
 
 

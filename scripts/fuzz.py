@@ -2,9 +2,13 @@
 
     python scripts/fuzz.py --seed 7                           # 1000, on a GPU if there is one
     python scripts/fuzz.py --seed 7 --index 123 --backward    # one of them, with its gradients
-    python scripts/fuzz.py --backend simulator --max-seqlen 20 --max-head-dim 20 --count 20
+    python scripts/fuzz.py --backend mma --dtype float16      # by one backend
+    python scripts/fuzz.py --backend simulators --max-seqlen 20 --max-head-dim 20 --count 20
 
-Each is a pure function of --seed, its index, --dtype and the two limits. It is written as a short
+Each is a pure function of --seed, its index and the two limits; from these follow its dtype, of
+those in --dtype that the backend takes, and its backend, of those in --backend that take it. "all"
+are those of the GPU, and what runs where there is one; "simulators" run their kernels in Python;
+"auto" is flashnumba's own choice, and what runs without a GPU. A problem is written as a short
 Python program, and that program is what runs; where something is wrong, it is printed as it ran.
 Checked are the tests' pass rule, max|got - exact| <= 2 max|low - exact| + rounding; o = 0 and
 lse = -inf where no key is seen; the same bits from a second call; inputs left as they were. NaN or
@@ -23,10 +27,13 @@ from tqdm import tqdm
 
 import flashnumba as fn
 from flashnumba import reference, runtime
+from flashnumba.problem import BACKENDS, ON_GPU, SIMULATED, prepare
 
 DTYPES = {"float16": "np.float16", "bfloat16": "ml_dtypes.bfloat16",
           "float32": "np.float32", "float64": "np.float64"}  # fmt: skip
 HALVES = ("float16", "bfloat16")
+USUAL = (*HALVES, "float32")  # the reference of float64 takes long
+GROUPS = {"all": ON_GPU, "simulators": SIMULATED, "auto": (None,)}  # of backends, to draw from
 LONGEST, WIDEST = 1500, 256
 MOST_SCORES = 1 << 24  # of one problem: 128 MiB an array in float64, of which about ten are alive
 EDGES = (64, 80, 128, 160, 176, 192)  # tile sizes
@@ -69,15 +76,14 @@ class Dice:
         return options[self.below(len(options))]
 
 
-def draw(seed, index, dtypes=HALVES, longest=LONGEST, widest=WIDEST):
+def draw(seed, index, dtypes=USUAL, longest=LONGEST, widest=WIDEST):
     """Configuration number `index` of a seed, a namespace of plain Python objects.
 
     `strides` says how q, k, v and do lie in memory, `factor` multiplies standard normal numbers,
     `hidden` stands where nobody looks, `mask` holds the keywords that are not at their defaults.
     """
-    dice = Dice(seed, index, 1)
+    dice, dtype = Dice(seed, index, 1), Dice(seed, index, 2).pick(*dtypes)
     pick = dice.pick
-    dtype = pick(*dtypes)
     sizes = draw_sizes(dice, longest, widest, dtype)
     mask = draw_mask(dice, sizes["batch"], sizes["seqlen_q"], sizes["seqlen_kv"])
     plain = pick(True, False, False)
@@ -136,6 +142,27 @@ def draw_mask(dice, batch, seqlen_q, seqlen_kv):
         "kv_lengths": pick(None, None, lengths(seqlen_kv)),
     }
     return {name: x for name, x in mask.items() if x is not None}
+
+
+def draw_backend(c, backends):
+    """One of those that take a configuration.
+
+    Where none does, v gets the width of q; where that is too wide, both become narrower.
+    """
+    sizes = lambda: (c.dtype, c.head_dim, c.head_dim_v)
+    narrower = [c.head_dim, *(x for x in reversed(WIDTHS) if x < c.head_dim)]
+    while not (able := [x for x in backends if obstacle(x, *sizes()) is None]) and narrower:
+        c.head_dim = c.head_dim_v = narrower.pop(0)
+    return Dice(c.seed, c.index, 3).pick(*able or backends)
+
+
+def obstacle(backend, dtype, head_dim=8, head_dim_v=8):
+    """What keeps a backend from a problem, as an error of flashnumba's; None when nothing does."""
+    q, v = (np.zeros((1, 1, 1, width), dtype) for width in (head_dim, head_dim_v))
+    try:
+        prepare(q, q, v, backend=backend)
+    except (RuntimeError, ValueError) as error:
+        return error
 
 
 # --- the program -------------------------------------------------------------------------
@@ -340,12 +367,11 @@ def bits(x):
 # --- the command -------------------------------------------------------------------------
 
 
-def report(c, args, found, text):
+def report(c, backend, args, found, text):
     """A failure as a Python program: in comments what is wrong, then how to get there."""
     command = f"python scripts/fuzz.py --seed {c.seed} --index {c.index}"
     command += f" --max-seqlen {args.max_seqlen} --max-head-dim {args.max_head_dim}"
-    command += f" --dtype {' '.join(args.dtype)}"
-    command += f" --backend {args.backend}" if args.backend else ""
+    command += f" --dtype {c.dtype} --backend {backend or 'auto'}"
     command += " --backward" if args.backward else ""
     notes = [f"# {line}" for sentence, _ in found for line in sentence.splitlines()]
     shown = [line for _, line in found if line]
@@ -375,36 +401,51 @@ def parse(argv):
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=1000, help="how many, from index 0")
     parser.add_argument("--index", type=int, nargs="+", help="only these")
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=HALVES)
+    parser.add_argument(
+        "--dtype", nargs="+", choices=DTYPES, default=USUAL,
+        help="to draw from, where the backend takes them; default: all but float64",
+    )  # fmt: skip
     parser.add_argument("--max-seqlen", type=int, default=LONGEST)
     parser.add_argument("--max-head-dim", type=int, default=WIDEST)
     parser.add_argument("--backward", action="store_true", help="check the gradients too")
-    parser.add_argument("--backend", help="as in attention; its own choice by default")
+    parser.add_argument(
+        "--backend", choices=(*BACKENDS, *GROUPS),
+        help="as in attention, or what to draw one from; default: all, without a GPU auto",
+    )  # fmt: skip
     parser.add_argument("--kernels", action="store_true", help="count which ran; compiles more")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    name = args.backend or ("all" if runtime.gpu_available() else "auto")
+    args.backends = GROUPS.get(name, (name,))
+    obstacles = {x: [obstacle(backend, x) for backend in args.backends] for x in args.dtype}
+    args.dtype = [x for x, errors in obstacles.items() if None in errors]
+    if not args.dtype:
+        reasons = dict.fromkeys(str(errors[0]) for errors in obstacles.values())
+        parser.error("; ".join(reasons))
+    return args
 
 
 def main(argv=None):
     args = parse(argv)
-    backend = args.backend or ""
-    on_gpu = not backend.startswith(("numpy", "simulator")) and runtime.gpu_available()
-    done, failed, kernels = 0, 0, Counter()
+    done, failed, backends, kernels = 0, 0, Counter(), Counter()
     for index in tqdm(range(args.count) if args.index is None else args.index, leave=False):
         c = draw(args.seed, index, args.dtype, args.max_seqlen, args.max_head_dim)
-        if backend.endswith("wgmma"):
-            c.head_dim_v = c.head_dim  # these refuse all others
-        text, call = program(c, "cupy" if on_gpu else "numpy", args.backend, args.backward)
+        backend = draw_backend(c, args.backends)
+        on_gpu = backend in (None, *ON_GPU) and runtime.gpu_available()
+        text, call = program(c, "cupy" if on_gpu else "numpy", backend, args.backward)
         found = list(failures(c, text, call, names := {}))
         done += 1
+        backends[backend] += 1
         if found:
             failed += 1
-            tqdm.write(report(c, args, found, text + call))
+            tqdm.write(report(c, backend, args, found, text + call))
             if on_gpu and gpu_is_lost():
                 tqdm.write("# The GPU is lost to this process: stopped here.")
                 break
         elif args.kernels:
-            kernels[kernel(c, args.backend, names)] += 1
+            kernels[kernel(c, backend, names)] += 1
     print(f"{done} configurations, seed {args.seed}: {failed} failed")
+    if len(args.backends) > 1:
+        print(", ".join(f"{count} by {name}" for name, count in backends.most_common()))
     for name, count in kernels.most_common():
         print(f"{count:>6} x {name}")
     return int(failed > 0)

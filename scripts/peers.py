@@ -10,7 +10,8 @@ and dtype that it wants, converted before the clock starts. A pass that a class 
 skipped. Nothing is imported before it is asked for.
 
 FlashAttention-3 comes as flash_attn3_jax: its wheel on PyPI is built for head_dim 128 only, and
-runs others, where it does, in that kernel.
+runs others, where it does, in that kernel. PyTorch's memory-efficient attention is the peer of
+float32: on tensor cores, from Ampere on, each product of two float32 as three of TF32.
 """
 
 import importlib
@@ -172,8 +173,9 @@ class Torch(Peer):
 class TorchSDPA(Torch):
     """scaled_dot_product_attention, held to one of its backends."""
 
-    def __init__(self, name, backend):
+    def __init__(self, name, backend, dtypes=HALF, by_default=True):
         self.name, self.backend = name, backend
+        self.dtypes, self.by_default = dtypes, by_default
 
     def attention(self, causal):
         from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -360,6 +362,7 @@ class Pallas(Jax):
 ALL = (
     TorchSDPA("torch-cudnn", "CUDNN_ATTENTION"),
     TorchSDPA("torch-flash", "FLASH_ATTENTION"),
+    TorchSDPA("torch-efficient", "EFFICIENT_ATTENTION", (*HALF, "float32"), by_default=False),
     FlexAttention(),
     FlashAttention3(),
     Pallas(),
@@ -372,7 +375,8 @@ NAMES = [peer.name for peer in ALL]
 def choose(dtype, only=None, skip=()):
     """The peers to run, and {name: why not} of the others.
 
-    Without `only`, dense attention runs where the inputs are no halves: in halves it is far off.
+    Without `only`, dense and memory-efficient attention run where the inputs are no halves: in
+    halves others are far ahead of them.
     """
     chosen, reasons = [], {}
     for peer in ALL:

@@ -3,7 +3,9 @@
 A row is one implementation on one cell, a dict by COLUMNS. `flashnumba` is this package; `matmul`
 is the GPU's ceiling, a matrix product measured in the same rounds: its row has the columns of the
 cell that it was measured with, the size in `variant` and the product's own FLOPs. Errors are norms
-of the difference to float64 over norms of float64.
+of the difference to float64 over norms of float64. The `variant` of a row of this package is ""
+where its backend was its own choice, the backend's name where that was asked for; `deterministic`
+stands there, or after the name, where sums had a fixed order.
 """
 
 import csv
@@ -27,6 +29,7 @@ COLORS = {
     "flashnumba": "#d62728",
     "torch-cudnn": "#1f77b4",
     "torch-flash": "#9ecae1",
+    "torch-efficient": "#17becf",
     "torch-flex": "#9467bd",
     "fa3-jax": "#2ca02c",
     "pallas-float16": "#ff9f40",
@@ -69,6 +72,11 @@ def flops(which, batch, heads, seqlen, head_dim, mask):
     products = {"forward": 2, "backward": 5, "training": 7}[which]
     pairs = batch * heads * seqlen**2 * (0.5 if mask == "causal" else 1)
     return products * 2 * pairs * head_dim
+
+
+def variant_of(backend=None, deterministic=False):
+    """The variant of one of our rows."""
+    return " ".join(filter(None, (backend, "deterministic" if deterministic else None)))
 
 
 def row(
@@ -136,13 +144,20 @@ def load(path):
 # --- comparing ---------------------------------------------------------------------------
 
 
-def by_cell(rows):
+def compared(rows, backend=None):
+    """The rows that compare: of ours those of a backend, by default of our own choice of one."""
+    for r in rows:
+        ours = r["implementation"] == OURS
+        if r["implementation"] == CEILING or r["variant"] == (variant_of(backend) if ours else ""):
+            yield r
+
+
+def by_cell(rows, backend=None):
     """{cell: {implementation: row}}, in order; of rows for the same thing the last one counts."""
     cells = {}
-    for r in rows:
-        if r["variant"] == "" or r["implementation"] == CEILING:
-            key = tuple(str(r[name]) for name in CELL)
-            cells.setdefault(key, {})[r["implementation"]] = r
+    for r in compared(rows, backend):
+        key = tuple(str(r[name]) for name in CELL)
+        cells.setdefault(key, {})[r["implementation"]] = r
     return cells
 
 
@@ -163,12 +178,13 @@ def ratio(found):
     return None if peer is None or OURS not in found else rate(found, OURS) / rate(found, peer)
 
 
-def deterministic(rows):
+def deterministic(rows, backend=None):
     """Speed with deterministic sums over that without, of each cell that has both."""
+    with_it, without = variant_of(backend, True), variant_of(backend)
     speeds = {}
     for r in (r for r in rows if r["implementation"] == OURS):
         speeds.setdefault(tuple(str(r[name]) for name in CELL), {})[r["variant"]] = float(r["ms"])
-    return [x[""] / x["deterministic"] for x in speeds.values() if {"", "deterministic"} <= set(x)]
+    return [x[without] / x[with_it] for x in speeds.values() if {without, with_it} <= set(x)]
 
 
 def of_ceiling(found):
@@ -230,14 +246,15 @@ def gpu():
 # --- the figure --------------------------------------------------------------------------
 
 
-def plot(rows, path):
+def plot(rows, path, backend=None):
     """TFLOP/s against length: a panel for each mask and head dimension, a bar an implementation.
 
-    The matmul of the same rounds is a dashed line. The rows are of one pass, dtype and GPU.
+    The matmul of the same rounds is a dashed line. The rows are of one pass, dtype and GPU; of ours
+    those are drawn that `compared` yields.
     """
     from matplotlib.figure import Figure
 
-    rows = list(rows)
+    rows = list(compared(rows, backend))
     masks, dims = (list(dict.fromkeys(r[name] for r in rows)) for name in ("mask", "head_dim"))
     figure = Figure(figsize=(1 + 4.2 * len(dims), 0.8 + 2.7 * len(masks)), layout="constrained")
     axes = figure.subplots(len(masks), len(dims), sharey=True, squeeze=False)
@@ -248,7 +265,6 @@ def plot(rows, path):
         line[0].set_ylabel("TFLOP/s")
     for axis in axes[-1]:
         axis.set_xlabel("sequence length")
-    handles = {}
     handles = {}
     for axis in axes.flat:
         bars, names = axis.get_legend_handles_labels()
@@ -265,7 +281,6 @@ def plot(rows, path):
 
 def _panel(axis, rows):
     """One head dimension and mask: a group of bars for each length."""
-    rows = [r for r in rows if r["variant"] == "" or r["implementation"] == CEILING]
     lengths = list(dict.fromkeys(r["seqlen"] for r in rows))
     names = [n for n in dict.fromkeys(r["implementation"] for r in rows) if n != CEILING]
     width = 0.8 / max(1, len(names))
@@ -273,7 +288,8 @@ def _panel(axis, rows):
         found = [r for r in rows if r["implementation"] == name]
         x = [lengths.index(r["seqlen"]) + (i + 0.5) * width - 0.4 for r in found]
         heights = [float(r["tflops"]) for r in found]
-        axis.bar(x, heights, width, label=name, color=COLORS.get(name, "#7f7f7f"))
+        label = " ".join(filter(None, (name, found[0]["variant"])))
+        axis.bar(x, heights, width, label=label, color=COLORS.get(name, "#7f7f7f"))
     for r in (r for r in rows if r["implementation"] == CEILING):
         center, height = lengths.index(r["seqlen"]), float(r["tflops"])
         axis.plot([center - 0.45, center + 0.45], [height] * 2, "k--", lw=1, label=r["variant"])

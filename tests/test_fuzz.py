@@ -9,6 +9,7 @@ import pytest
 from rule import assert_within_rule
 
 import flashnumba as fn
+from flashnumba import config
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 
@@ -85,7 +86,7 @@ def test_everything_is_drawn():
     """300 draws: every kind of everything, and the sizes stay within what is allowed."""
     drawn = [fuzz.draw(0, index) for index in range(300)]
     kinds = lambda get: {get(c) for c in drawn}
-    assert kinds(lambda c: c.dtype) == set(fuzz.HALVES)
+    assert kinds(lambda c: c.dtype) == set(fuzz.USUAL)
     assert kinds(lambda c: fuzz.draw(0, c.index, fuzz.DTYPES).dtype) == set(fuzz.DTYPES)
     assert kinds(lambda c: c.mask.get("causal")) == {None, True, "upper_left"}
     assert kinds(lambda c: c.layout) == set(fuzz.LAYOUTS)
@@ -136,6 +137,103 @@ def test_strides_are_what_they_are_called(kind, layout):
     assert (got.ctypes.data % 16 == 0) or kind not in ("contiguous", "other layout")
     if kind == "one element off":
         assert got.ctypes.data % 4 == 2
+
+
+# --- which backend runs it --------------------------------------------------------------------
+
+
+def fits(family, c):
+    return c.head_dim == c.head_dim_v <= family.head_dim
+
+
+def machines(monkeypatch, capability):
+    """A GPU that is asked for nothing but what it can do."""
+    machine = config.Machine(capability, 227 << 10)
+    monkeypatch.setattr(fuzz.runtime, "gpu_available", lambda: True)
+    monkeypatch.setattr(fuzz.runtime, "machine", lambda device=None: machine)
+    return machine
+
+
+@pytest.mark.parametrize("capability", [(7, 0), (7, 5), (8, 6), (9, 0), (12, 0)])
+def test_backends_are_drawn_that_take_the_problem(monkeypatch, capability):
+    """All of those by flashnumba's table, no others, and the same ones again."""
+    machine, seen, expected = machines(monkeypatch, capability), {}, {}
+    for i in range(200):
+        c = fuzz.draw(0, i, fuzz.DTYPES)
+        able = {f.name for f in config.FAMILIES if f.runs_on(machine, c.dtype) and fits(f, c)}
+        expected[c.dtype] = expected.get(c.dtype, set()) | able | {"simt"}
+        backend = fuzz.draw_backend(c, fuzz.GROUPS["all"])
+        assert backend in able | {"simt"}
+        seen.setdefault(c.dtype, set()).add(backend)
+        again = fuzz.draw(0, i, [c.dtype])  # as a report asks for it
+        assert fuzz.draw_backend(again, [backend]) == backend and again == c
+        assert fuzz.draw_backend(again, fuzz.GROUPS["all"]) == backend
+    assert seen == expected
+
+
+def test_a_backend_alone_gets_problems_that_it_takes(monkeypatch):
+    """v as wide as q, neither too wide, and those of the dtypes that the table has."""
+    machines(monkeypatch, (9, 0))
+    for name in config.names_of_families():
+        taken = {d for family in config.families(name) for d in family.dtypes}
+        for backend in (name, f"simulator-{name}"):
+            args = fuzz.parse(["--backend", backend, *ALL])
+            assert set(args.dtype) == taken
+            for i in range(40):
+                c = fuzz.draw(0, i, args.dtype)
+                assert fuzz.draw_backend(c, args.backends) == backend
+                assert fuzz.obstacle(backend, c.dtype, c.head_dim, c.head_dim_v) is None
+    c = fuzz.draw(0, 0, ["float16"], widest=300)
+    c.head_dim, c.head_dim_v = 300, 20
+    assert fuzz.draw_backend(c, ["wgmma"]) == "wgmma" and c.head_dim == c.head_dim_v == 256
+    c = first(lambda c: c.head_dim != c.head_dim_v)
+    for backend in ("simt", "simulator", "numpy", None):
+        width = c.head_dim_v
+        assert fuzz.draw_backend(c, [backend]) == backend and c.head_dim_v == width
+
+
+def test_what_runs_by_default(monkeypatch, capsys):
+    """All backends of a GPU, flashnumba's choice without one; names that cannot run are refused."""
+    monkeypatch.setattr(fuzz.runtime, "gpu_available", lambda: False)
+    args = fuzz.parse([])
+    assert args.backends == (None,) and tuple(args.dtype) == fuzz.USUAL
+    refused = ["--backend", "all"], ["--backend", "mma"], ["--backend", "nothing"]
+    for argv in (*refused, ["--backend", "simulator-wgmma", "--dtype", "float64"]):
+        with pytest.raises(SystemExit):
+            fuzz.parse(argv)
+    printed = capsys.readouterr().err
+    assert "needs a GPU" in printed and "not q.dtype=float64" in printed
+    machines(monkeypatch, (7, 5))
+    args = fuzz.parse([])
+    assert args.backends == fuzz.GROUPS["all"] and tuple(args.dtype) == fuzz.USUAL
+    assert fuzz.parse(["--backend", "mma"]).dtype == ["float16"]
+
+
+def test_a_report_names_the_backend_that_was_drawn(monkeypatch, capsys):
+    """In its program and in its command, which runs the same problem by that backend alone."""
+    right, asked = fn.attention, []
+
+    def wrong(q, k, v, backend, **options):
+        asked.append(backend)
+        o, lse = right(q, k, v, backend="numpy", **options)
+        return o, lse + 1
+
+    monkeypatch.setattr(fn, "attention", wrong)
+    small = ["--max-seqlen", "9", "--max-head-dim", "9", "--count", "20"]
+    assert fuzz.main(["--backend", "simulators", *small]) == 1
+    *_, summary = reports = capsys.readouterr().out.split("# FAILED: ")
+    summary, counts = summary.splitlines()[-2:]
+    assert summary == f"20 configurations, seed 0: {len(reports) - 1} failed"
+    assert all(f" by {name}" in counts for name in fuzz.SIMULATED)
+    assert set(asked) == set(fuzz.SIMULATED)
+    for text in reports[1:6]:
+        command, text = text.split("\n", 1)
+        backend = command.rpartition("--backend ")[2]
+        assert f", backend='{backend}', " in text
+        asked.clear()
+        assert fuzz.main(command.split()[2:]) == 1 and set(asked) == {backend}
+        program = text[text.index("import ml_dtypes") : text.index("print(")]
+        assert program in capsys.readouterr().out
 
 
 # --- what is found ----------------------------------------------------------------------------

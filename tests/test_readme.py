@@ -36,6 +36,8 @@ def test_the_tables_hold_what_was_measured():
     for path in (ROOT / "scripts" / "results").glob("*.csv"):
         with path.open() as file:
             for r in csv.DictReader(file):
+                if r["variant"]:  # not what flashnumba does by itself
+                    continue
                 key = (r["pass"], r["head_dim"], r["seqlen"], r["mask"], r["implementation"])
                 measured.setdefault((*key, r["dtype"]), set()).add(r["tflops"])
                 seconds = f"{float(r['ms']) / 1e3:.2f}"
@@ -70,7 +72,7 @@ def test_the_hopper_tables_hold_what_was_measured(which, names):
     measured = {}
     with (ROOT / "scripts" / "results" / f"{which}-NVIDIA-H200.csv").open() as file:
         for r in csv.DictReader(file):
-            if r["dtype"] == "bfloat16":
+            if r["dtype"] == "bfloat16" and r["variant"] in ("", "deterministic"):
                 name = "deterministic" if r["variant"] == "deterministic" else r["implementation"]
                 key = r["head_dim"], r["seqlen"], r["mask"], name
                 measured.setdefault(key, set()).add(float(r["tflops"]))

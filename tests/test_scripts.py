@@ -1,6 +1,7 @@
 """The quickstart, the benchmarks, what they compare with, and what they write down."""
 
 import csv
+import importlib
 import sys
 import types
 from pathlib import Path
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from calls import problem
 
-from flashnumba import reference
+from flashnumba import config, reference
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 
@@ -130,6 +131,22 @@ def test_the_last_row_of_a_cell_counts_and_variants_do_not():
     assert records.rate(found, "flashnumba") == 200
 
 
+def test_rows_of_a_forced_backend_are_apart():
+    """Among the same rows: by default none of them counts, by the backend's name no other."""
+    cell, other = (64, 1024, "full"), (64, 1024, "causal")
+    rows = list(rows_of({cell: {"flashnumba": 400, "torch-flash": 200}}))
+    for variant, tflops in {"mma": 300, "mma deterministic": 150, "deterministic": 320}.items():
+        made = rows_of({x: {"flashnumba": tflops} for x in (cell, other)})
+        rows += [r | {"variant": variant} for r in made]
+    ratios = lambda *backend: [records.ratio(x) for x in records.by_cell(rows, *backend).values()]
+    assert ratios() == [2] and ratios("mma") == [1.5, None]
+    assert ratios("simt") == [None]
+    assert records.deterministic(rows) == pytest.approx([320 / 400], rel=1e-3)
+    assert records.deterministic(rows, "mma") == pytest.approx([0.5, 0.5], rel=1e-3)
+    assert records.deterministic(rows, "simt") == []
+    assert records.variant_of() == "" and records.variant_of(None, True) == "deterministic"
+
+
 def test_csv_round_trip(tmp_path):
     """What was saved compares as what was measured; one header for two savings."""
     path = tmp_path / "new" / "forward-GPU.csv"
@@ -157,6 +174,27 @@ def test_plot_writes_a_png(tmp_path):
     speeds = {k: v for k, v in SPEEDS.items() if k != (128, 4096, "causal")}
     records.plot(rows_of(speeds), path)
     assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
+
+
+def test_plot_draws_the_rows_of_one_backend(monkeypatch, tmp_path):
+    """In one figure a bar for ours, with the backend's name if one was asked for."""
+    from matplotlib.axes import Axes
+
+    rows = [r for r in rows_of(SPEEDS) if r["head_dim"] == 64]
+    rows += [r | {"variant": "mma"} for r in rows if r["implementation"] == "flashnumba"]
+    rows += [r | {"variant": "mma deterministic"} for r in rows if r["variant"] == "mma"]
+    labels = []
+    draw = Axes.bar
+
+    def bar(axis, *args, **options):
+        labels.append(options["label"])
+        return draw(axis, *args, **options)
+
+    monkeypatch.setattr(Axes, "bar", bar)
+    for backend, name in ((None, "flashnumba"), ("mma", "flashnumba mma")):
+        labels.clear()
+        records.plot(rows, tmp_path / "x.png", backend)
+        assert labels.count(name) == 2 and set(labels) == {name, "torch-cudnn", "fa3-jax"}
 
 
 # --- peers: who can be asked -------------------------------------------------------------
@@ -192,6 +230,8 @@ def test_peers_are_chosen_by_name(monkeypatch):
     assert names("bfloat16", only=["torch-flash", "cupy-dense"]) == ["torch-flash", "cupy-dense"]
     assert names("bfloat16", only=[]) == []
     assert names("bfloat16", only=["torch-flash"], skip=["torch-flash"]) == []
+    assert "torch-efficient" in names("float32") and "torch-efficient" not in names("float16")
+    assert names("bfloat16", only=["torch-efficient"]) == ["torch-efficient"]
     assert set(records.COLORS) == {"flashnumba", *peers.NAMES} - {"matmul"}
 
 
@@ -203,6 +243,10 @@ def test_peers_refuse_what_they_cannot_do():
     assert refuses("fa3-jax", "bfloat16", 1024, 128) is None
     assert "head_dim 128" in refuses("fa3-jax", "bfloat16", 1024, 64)
     assert "float32" in refuses("torch-cudnn", "float32", 1024, 64)
+    assert "float32" in refuses("torch-flash", "float32", 1024, 64)
+    for dtype in (*peers.HALF, "float32"):
+        assert refuses("torch-efficient", dtype, 1024, 64) is None
+    assert "float64" in refuses("torch-efficient", "float64", 1024, 64)
     assert refuses("torch-flex", "float32", 1024, 64) is None
     assert "tiles" in refuses("pallas-float16", "bfloat16", 1000, 64)
     assert "head_dim 96" in refuses("pallas-float16", "bfloat16", 1024, 96)
@@ -333,7 +377,79 @@ def test_a_whole_run(numpy_for_cupy, tmp_path, capsys):
         assert r["variant"] == ("matmul 32" if r["implementation"] == "matmul" else "")
         assert (r["error"] == "") == (r["implementation"] == "matmul")
         assert (r["peak_mib"] == "") == (r["implementation"] != "flashnumba")
-    assert (tmp_path / "new" / "forward-NVIDIA-Test.png").exists()
+    assert (tmp_path / "new" / "forward-float16-NVIDIA-Test.png").exists()
+
+
+@pytest.fixture
+def asked(numpy_for_cupy):
+    """The backends that calls of flashnumba ask for; NumPy's computes them all."""
+    backends = []
+    for name in ("attention", "attention_backward", "attention_vjp"):
+        right = getattr(bench.fn, name)
+
+        def run(*arrays, backend=None, right=right, **options):
+            backends.append(backend)
+            return right(*arrays, backend="numpy", **options)
+
+        numpy_for_cupy.setattr(bench.fn, name, run)
+    return backends
+
+
+def test_a_backend_can_be_forced(asked, tmp_path, capsys):
+    """In every pass; rows and figures of its own, in the table and the summary flashnumba's."""
+    passes = ["forward", "backward", "training"]
+    options = [*SMALL[:2], "--seqlen", "16", *SMALL[5:], "--pass", *passes, "--mask", "full"]
+    options += ["--save", str(tmp_path)]
+    assert bench.main([*options, "--backend", "mma"]) == 0
+    assert set(asked) == {"mma"}
+    printed = capsys.readouterr().out
+    assert "float16, flashnumba by mma; " in printed and "FAILED" not in printed
+    assert printed.count("of the best peer, the geometric mean of 1 cells") == 1  # forward alone
+    assert "backward: deterministic at" in printed and "flashnumba at up to" in printed
+    asked.clear()
+    assert bench.main(options) == 0 and set(asked) == {None}
+    for which in passes:
+        rows = records.load(tmp_path / f"{which}-NVIDIA-Test.csv")
+        ours = [r["variant"] for r in rows if r["implementation"] == "flashnumba"]
+        both = which == "backward"
+        assert ours == ["mma", *["mma deterministic"] * both, "", *["deterministic"] * both]
+        assert {r["variant"] for r in rows if r["implementation"] == "good"} <= {""}
+        for backend, variant in (("mma", "mma"), (None, "")):
+            (found,) = records.by_cell(rows, backend).values()
+            assert found["flashnumba"]["variant"] == variant
+            assert len(records.deterministic(rows, backend)) == both
+    names = [
+        f"{which}-{x}NVIDIA-Test.png" for which in passes for x in ("mma-float16-", "float16-")
+    ]
+    assert sorted(p.name for p in tmp_path.glob("*.png")) == sorted(names)
+
+
+def test_figures_have_names_of_their_own(capsys):
+    """By pass and GPU; by backend and dtype where they are not the defaults."""
+    name = lambda *argv: bench.figure("forward", bench.parse(argv), "GPU")
+    assert name() == "forward-GPU.png" and name("--dtype", "bfloat16") == name()
+    assert name("--dtype", "float32") == "forward-float32-GPU.png"
+    assert name("--backend", "mma") == "forward-mma-GPU.png"
+    assert name("--backend", "simt", "--dtype", "float32") == "forward-simt-float32-GPU.png"
+    for argv in (["--backend", "numpy"], ["--backend", "mma", "--host"]):
+        with pytest.raises(SystemExit):
+            bench.parse(argv)
+    assert "leave out --backend" in capsys.readouterr().err
+
+
+def test_deterministic_runs_where_it_is_another_kernel(asked, capsys):
+    """That is, where the table has kernels on tensor cores for dtype and width."""
+    for dtype in bench.Flashnumba.dtypes:
+        for dim in (64, 256, 300):
+            cell = records.Cell(dtype, 1, 1, 1, dim, "full")
+            names = {f.name for f in config.FAMILIES if dtype in f.dtypes and dim <= f.head_dim}
+            for backend in (None, *bench.ON_GPU):
+                refusal = bench.Deterministic(backend).refuses(cell)
+                assert (refusal is None) == (bool(names) if backend is None else backend in names)
+    options = [*SMALL, "--mask", "full", "--pass", "backward", "--only"]
+    for backend, runs in (("simt", False), ("mma", True)):
+        assert bench.main([*options, "--backend", backend]) == 0
+        assert ("deterministic" in capsys.readouterr().out) == runs
 
 
 def test_flashnumba_failing_is_an_error(numpy_for_cupy, capsys):
@@ -415,3 +531,31 @@ def test_first_calls_run_in_processes_of_their_own(monkeypatch, tmp_path):
     assert seen == [([sys.executable, host.__file__, "float16"], str(tmp_path))]
     with pytest.raises(RuntimeError, match="failed"):
         host.in_new_process("float16", str(tmp_path))
+
+
+# --- sanitize: every kernel once ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", [None, *config.names_of_families()])
+def test_sanitize_runs_what_a_backend_takes(asked, monkeypatch, capsys, backend):
+    """By that backend in all calls, and says what is left out; without a name everything."""
+    monkeypatch.setattr(sys.modules["cupy"], "isfinite", np.isfinite, raising=False)
+    monkeypatch.setattr(sys.modules["cupy"], "isinf", np.isinf, raising=False)
+    sanitize = importlib.import_module("sanitize")
+    del sys.modules["sanitize"]  # it holds this CuPy
+    case = "window, ragged"
+    monkeypatch.setattr(sanitize, "CASES", {case: sanitize.CASES[case]})
+    argv = ["--backend", backend] if backend else []
+    sanitize.main([*argv, "--head-dim", "8", "300"])
+    assert set(asked) == {backend}
+    dtypes, families = ["float16", "float32", "float64"], config.families(backend)
+    lines = capsys.readouterr().out.splitlines()
+    ran = [x.split(f", {case}")[0] for x in lines if x.endswith(f", {case}: done")]
+    left_out = [x.split(":")[0] for x in lines if x.endswith(f": not for {backend}")]
+    taken = lambda dtype, dim: any(dtype in f.dtypes and dim <= f.head_dim for f in families)
+    everything = [(dtype, dim) for dtype in dtypes for dim in (8, 300)]
+    expected = [f"{d}, head_dim {n}" for d, n in everything if not families or taken(d, n)]
+    assert ran == expected and len(ran) + len(left_out) == len(lines) == len(everything)
+    asked.clear()
+    sanitize.main([*argv, "--forward", "--dtype", "float16", "--head-dim", "8"])
+    assert asked == [backend] * 2

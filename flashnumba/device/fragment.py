@@ -13,7 +13,7 @@ from flashnumba.device import inlined
 from flashnumba.device.pipeline import lane_index
 from flashnumba.ptx.layout import swizzle128
 from flashnumba.ptx.shared import st_shared_f32, st_shared_u32, stmatrix_x4
-from flashnumba.ptx.thread import cvt_bf16x2, cvt_f16x2
+from flashnumba.ptx.thread import cvt_bf16x2, cvt_f16x2, cvt_f16x2_each
 
 ZERO = np.float32(0)
 i32, u32, u64 = np.int32, np.uint32, np.uint64
@@ -25,10 +25,17 @@ def descriptor(constant, address):
     return constant | u64(u32(address) >> u32(4) & u32(0x3FFF))
 
 
+def pack_of(dtype, turing=False):
+    """What makes two halves of two float32."""
+    if dtype == "float16":
+        return cvt_f16x2_each if turing else cvt_f16x2
+    return cvt_bf16x2
+
+
 @cache
-def scores(dtype, columns, tiles=1):
+def scores(dtype, columns, tiles=1, turing=False):
     """(mask, to_halves, halves_to_shared) of tiles of scores with `columns` columns."""
-    pack = cvt_f16x2 if dtype == "float16" else cvt_bf16x2
+    pack = pack_of(dtype, turing)
 
     @inlined
     def mask(s, r, lo, hi, unseen):
@@ -60,7 +67,7 @@ def scores(dtype, columns, tiles=1):
 @cache
 def output(dtype, head_dim, tiles=1):
     """(rescale, divide, to_shared) of an output of `head_dim` columns; `to_shared` of one tile."""
-    pack = cvt_f16x2 if dtype == "float16" else cvt_bf16x2
+    pack = pack_of(dtype)
     TILE = head_dim // 2
 
     @inlined
@@ -102,13 +109,13 @@ def output(dtype, head_dim, tiles=1):
 
 
 @cache
-def fragment_to_shared(dtype, columns, tiles, subtile_bytes, hopper, as_factor=False):
+def fragment_to_shared(config, columns, tiles, subtile_bytes, as_factor=False):
     """Store a fragment to shared memory in its dtype: by stmatrix, or before Hopper pair by pair.
 
     float32 that is to be a left factor, `as_factor`, has eight columns in the order 0 2 4 6 1 3 5 7
     (ptx/mma_tf32.py).
     """
-    pack = cvt_f16x2 if dtype == "float16" else cvt_bf16x2
+    pack = pack_of(config.dtype, config.turing)
 
     @inlined
     def by_matrices(acc, tile):
@@ -154,9 +161,9 @@ def fragment_to_shared(dtype, columns, tiles, subtile_bytes, hopper, as_factor=F
                 st_shared_f32(u32(at + u32(1024)), acc[x + 2])
                 st_shared_f32(u32(beside + u32(1024)), acc[x + 3])
 
-    if dtype == "float32":
+    if config.dtype == "float32":
         return whole
-    return by_matrices if hopper else by_pairs
+    return by_matrices if config.hopper else by_pairs
 
 
 @inlined

@@ -105,10 +105,8 @@ def make_backward(config):
     poison = guard(dtype, BLOCK_N, D, fenced=False).poison
     clear = guard(dtype, BLOCK_M, D, fenced=False).clear
     mask, _, _ = scores(dtype, QUERIES, S_TILES)
-    p_to_shared = fragment_to_shared(
-        dtype, QUERIES, S_TILES, KV_STEP, config.hopper, as_factor=True
-    )
-    acc_to_shared = fragment_to_shared(dtype, COLUMNS, DKV_TILES, KV_STEP, config.hopper)
+    p_to_shared = fragment_to_shared(config, QUERIES, S_TILES, KV_STEP, as_factor=True)
+    acc_to_shared = fragment_to_shared(config, COLUMNS, DKV_TILES, KV_STEP)
 
     @inlined
     def field(smem, i):

@@ -94,7 +94,7 @@ def make_convert(config):
     FACTOR, SUBTILE = f32(products(config).ss_factor), 128 // ITEM
     (TILES, COLUMNS, PASSES), SPLIT, HOPPER = config.dq_tile, config.dq_queries, config.hopper
     SIZE, STEP = TILES * COLUMNS // 2, 128 * BLOCK_M
-    to_shared = fragment_to_shared(config.dtype, COLUMNS, TILES, STEP, HOPPER)
+    to_shared = fragment_to_shared(config, COLUMNS, TILES, STEP)
     store_rows = warp_store(COLUMNS, ITEM)
 
     def convert(parts, dq, scale):

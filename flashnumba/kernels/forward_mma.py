@@ -75,9 +75,9 @@ def make_forward(config):
     guards = guard(config.dtype, BLOCK_N, D, fenced=False)
     clean, restore = guards.clean, guards.restore
     softmax = online_softmax(BLOCK_N, TILES)
-    mask, to_halves, _ = scores(config.dtype, BLOCK_N, TILES)
+    mask, to_halves, _ = scores(config.dtype, BLOCK_N, TILES, TURING)
     rescale, divide, _ = output(config.dtype, D, TILES)
-    to_shared = fragment_to_shared(config.dtype, D, TILES, Q_STEP, config.hopper)
+    to_shared = fragment_to_shared(config, D, TILES, Q_STEP)
 
     @inlined
     def uniform(x):

@@ -42,6 +42,16 @@ def cvt_f16x2(low: f32, high: f32) -> u32:
     return x.view(np.uint32)[0]
 
 
+@instruction(
+    "{{ .reg .b16 x, y; cvt.rn.f16.f32 x, {low}; cvt.rn.f16.f32 y, {high}; "
+    "mov.b32 {d}, {{x, y}}; }}",
+    pure=True,
+)
+def cvt_f16x2_each(low: f32, high: f32) -> u32:
+    """The same one by one, as Turing can."""
+    return cvt_f16x2.body(low, high)
+
+
 @instruction("cvt.rn.bf16x2.f32 {d}, {high}, {low};", pure=True)
 def cvt_bf16x2(low: f32, high: f32) -> u32:
     """Two numbers as bfloat16 in one register, rounded to nearest even; NaN becomes 0x7fff."""
