@@ -264,7 +264,7 @@ def _explain_kernels(problem):
     with arrays.device_of(problem.q):
         config = config_of(problem, "forward")
         yield "tiles", _explain_tiles(config)
-        tensor_cores = problem.kernels != "simt"
+        tensor_cores = problem.kernels_backward != "simt"
         if problem.wgmma:
             by_hand = "threads, since TMA needs addresses and strides of 16 bytes times n"
             yield "moved by", "TMA" if config.tma else by_hand
@@ -337,7 +337,7 @@ def _backward(p, do, o, lse, dlse):
 
         return blas.backward(do, dlse, p.q, p.k, p.v, o, lse, scale=p.scale, **p.mask())
     grads = [arrays.allocate(p.xp, x.shape, x.dtype, p.layout) for x in (p.q, p.k, p.v)]
-    form = {"wgmma": arrays.for_tma, "mma": arrays.of_whole_rows}.get(p.kernels)
+    form = {"wgmma": arrays.for_tma, "mma": arrays.of_whole_rows}.get(p.kernels_backward)
     new = grads if form is None else [form(x, copy=False) for x in grads]
     for name, blocks, args in backward_calls(p, do, o, lse, dlse, *new):
         _launch(p, name, blocks, *args)

@@ -158,7 +158,7 @@ class MmaConfig:
 
     @property
     def shared_bytes(self):
-        small = 16 * (self.warps + 2)  # which tiles are visited, a flag
+        small = 16 * (self.warps + 1) + 32  # which tiles are visited; where the block is
         return self.q_bytes + 2 * self.stages * self.kv_bytes + small
 
 
@@ -227,7 +227,8 @@ class MmaBackwardConfig:
     def shared_bytes(self):
         tiles = 2 * self.kv_bytes + 2 * self.stages * self.q_bytes + 2 * self.p_bytes
         # lse and delta; whether keys are finite; lengths and such
-        return tiles + 8 * self.stages * self.block_m + 4 * (self.block_n + self.warps) + 32
+        small = 8 * self.stages * self.block_m + 4 * (self.block_n + self.warps) + 32
+        return tiles + -(-small // 16) * 16
 
 
 @dataclass(frozen=True)
@@ -447,7 +448,7 @@ FORWARD_TILES = {
     (2, 64): ((4, 2, 32, 2, 3), (4, 2, 32, 2, 1)),
     (2, 128): ((4, 2, 48, 2, 1), (4, 2, 32, 2, 1), (4, 1, 32, 2, 1), (4, 1, 16, 2, 1)),
     (2, 256): (
-        (8, 1, 64, 2, 1), (8, 1, 32, 2, 1), (4, 1, 32, 2, 1), (2, 1, 16, 2, 1), (1, 1, 16, 2, 1),
+        (8, 1, 64, 2, 1), (8, 1, 32, 2, 1), (4, 1, 32, 2, 1), (3, 1, 16, 2, 1), (1, 1, 16, 2, 1),
     ),
     (4, 64): ((4, 2, 32, 2, 1), (4, 2, 16, 2, 1), (4, 1, 16, 2, 1)),
     (4, 128): ((4, 2, 16, 2, 1), (4, 1, 16, 2, 1), (2, 1, 16, 2, 1)),
@@ -463,16 +464,14 @@ BACKWARD_TILES = {
         (2, 16, 32, 2, 2, 1, 2, 1),
     ),
     (2, 256): (
-        (8, 64, 64, 4, 2, 4, 2, 1), (8, 32, 64, 4, 2, 2, 2, 1), (4, 16, 32, 2, 2, 1, 2, 1),
-        (2, 16, 16, 1, 1, 1, 2, 1),
+        (8, 64, 64, 4, 2, 4, 2, 1), (8, 32, 64, 4, 2, 2, 2, 1), (4, 32, 32, 2, 2, 2, 1, 1),
     ),
     (4, 64): (
         (8, 32, 128, 4, 4, 2, 2, 1), (4, 32, 64, 2, 2, 2, 2, 1), (4, 32, 32, 2, 2, 2, 2, 1),
         (2, 16, 32, 2, 2, 1, 2, 1),
     ),
     (4, 128): (
-        (8, 32, 64, 4, 2, 2, 2, 1), (4, 32, 32, 2, 2, 2, 2, 1), (2, 16, 32, 2, 2, 1, 2, 1),
-        (2, 16, 16, 1, 1, 1, 2, 1),
+        (8, 32, 64, 4, 2, 2, 2, 1), (4, 32, 32, 2, 2, 2, 1, 1),
     ),
 }  # fmt: skip
 SIMULATED_TILES = (2, 2, 32, 2, 1), (4, 32, 64, 2, 2, 2, 2, 1)
@@ -509,12 +508,6 @@ def choose_mma_backward(dtype, head_dim, machine, deterministic=False, simulated
 def generation_of(machine):
     """(whether a GPU has no more than Turing's instructions, whether it has Hopper's)."""
     return machine.capability < (8, 0), machine.capability >= (9, 0)
-
-
-def mma_fits(dtype, head_dim, machine):
-    """Whether forward and backward have tiles for a GPU's shared memory."""
-    chosen = (choose(dtype, head_dim, machine) for choose in (choose_mma, choose_mma_backward))
-    return None not in chosen
 
 
 def choose_wgmma_backward(dtype, head_dim, deterministic=False):

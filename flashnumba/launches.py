@@ -40,10 +40,12 @@ def config_of(p, name):
 
 def kernel_of(p, name):
     """A kernel, ready to compile or to simulate."""
-    module = "simt"
-    if name in BACKWARD or p.kernels != "simt":
-        passes = {"wgmma": "backward_passes", "mma": "backward_mma_passes"}[p.kernels]
-        module = passes if name in ("prepare", "convert") else f"{name}_{p.kernels}"
+    if name in ("prepare", "convert"):
+        module = {"wgmma": "backward_passes", "mma": "backward_mma_passes"}[p.kernels]
+    elif name == "backward" or (name == "forward" and p.kernels != "simt"):
+        module = f"{name}_{p.kernels}"
+    else:
+        module = "simt"
     module = import_module(f"flashnumba.kernels.{module}")
     return getattr(module, f"make_{name}")(config_of(p, name))
 
@@ -85,10 +87,9 @@ def backward_calls(p, do, o, lse, dlse, dq, dk, dv):
     Scratch on tensor cores is float32: (batch, heads_q, seqlen_q, head_dim) for dq, two numbers a
     row.
     """
-    if p.wgmma:
-        return _backward_wgmma(p, do, o, lse, dlse, dq, dk, dv)
-    if p.mma:
-        return _backward_mma(p, do, o, lse, dlse, dq, dk, dv)
+    on_tensor_cores = {"wgmma": _backward_wgmma, "mma": _backward_mma}.get(p.kernels_backward)
+    if on_tensor_cores is not None:
+        return on_tensor_cores(p, do, o, lse, dlse, dq, dk, dv)
     delta = p.xp.empty(p.lse_shape, p.lse_dtype)
     config = config_of(p, "backward_dq")
     batch, seqlen_q, heads_q, head_dim = p.q.shape

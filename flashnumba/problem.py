@@ -69,6 +69,14 @@ class Problem:
         return "simt" if name == "simulator" else name
 
     @property
+    def kernels_backward(self):
+        """Whose kernels compute gradients: simt's where mma has no tile that fits the GPU."""
+        fits = not self.mma or config.choose_mma_backward(
+            self.dtype, self.q.shape[3], self.machine, simulated=self.simulated
+        )
+        return self.kernels if fits else "simt"
+
+    @property
     def wgmma(self):
         """Whether the kernels for Hopper compute it."""
         return self.kernels == "wgmma"
@@ -447,7 +455,7 @@ def _obstacle(name, q, v, machine, simulated):
             f"{', '.join(map(str, families))}, not {version(machine.capability)} with "
             f"q.dtype={q.dtype}"
         )
-    if name == "mma" and not config.mma_fits(q.dtype.name, head_dim, machine):
+    if name == "mma" and config.choose_mma(q.dtype.name, head_dim, machine) is None:
         return RuntimeError(
             f"no tile of the mma backend with {head_dim=} fits the {machine.shared_bytes} bytes of "
             "shared memory that a block has on this GPU"

@@ -137,7 +137,9 @@ def block_copies(head_dim, rows, threads, turing, itemsize=2):
             if ALL or row < rows:
                 row = i32(row0 + row)
                 inside = u32(16) if row < end else u32(0)
-                place = u32(target + u32(128 * ROWS_AT_ONCE * i))
+                place = u32(target + u32(16 * threads * i))
+                if threads % 64 != 0:  # 8 rows are swizzled alike
+                    place = u32(tile + u32(swizzle128(u32(thread + u32(threads * i)) << u32(4))))
                 if turing:
                     copy_row(place, x, row, pitch, inside, width)
                 else:

@@ -61,10 +61,12 @@ def make_backward(config):
     D, BLOCK_M, BLOCK_N, WARPS = config.head_dim, config.block_m, config.block_n, i32(config.warps)
     THREADS, STAGES, TURING = config.threads, config.stages, config.turing
     DETERMINISTIC, ITEM, SUBTILE = config.deterministic, config.itemsize, 128 // config.itemsize
+    PRELOADED = max(1, STAGES - 1)  # tiles that are loaded ahead
     MINUS_FAR, ZERO, ONE = i32(-(1 << 30)), f32(0), u32(1)
     # A warp's part of s and dp: keys x queries; of dk and dv: keys x columns; of dq.
     S_SPLIT, S_KEYS = config.s_keys, BLOCK_N // config.s_keys
     QUERIES = BLOCK_M * S_SPLIT // config.warps
+    assert QUERIES % 16 == S_KEYS % 16 == 0
     S_TILES, S_SIZE, STATS_SIZE = S_KEYS // 16, S_KEYS * QUERIES // 32, QUERIES // 4
     DKV_SPLIT, DKV_KEYS = config.dkv_keys, BLOCK_N // config.dkv_keys
     COLUMNS = D * DKV_SPLIT // config.warps
@@ -89,7 +91,7 @@ def make_backward(config):
 
     own_column, load_q, commit = block_copies(D, BLOCK_M, THREADS, TURING, ITEM)
     _, load_kv, _ = block_copies(D, BLOCK_N, THREADS, TURING, ITEM)
-    wait_tile, wait_all = wait_copies(STAGES - 2, TURING), wait_copies(0, TURING)
+    wait_tile, wait_all = wait_copies(PRELOADED - 1, TURING), wait_copies(0, TURING)
     store_rows = warp_store(COLUMNS, ITEM)
     dtype, product = config.dtype, products(config)
     gemm_s = product.ss(S_TILES, QUERIES, D, BLOCK_N, BLOCK_M)
@@ -305,7 +307,7 @@ def make_backward(config):
         n, h, m_block = u32(0), i32(i32(kv_head) * group), i32(end - 1)
         count = u32(group * (end - begin))
         masked, poisoned = begin < full_begin or full_end < end, False
-        for stage in range(STAGES - 1):
+        for stage in range(PRELOADED):
             tile = steps(h, m_block, begin, end, stage)
             load(smem, u32(stage), count, tile, b, column, q, do, stats)
 
@@ -316,8 +318,9 @@ def make_backward(config):
             if masked:
                 poisoned = protect(smem, warp, n, poisoned)
             gemm_s(s, a_k_major(u32(smem + s_rows)), b_k_major(u32(q_tile + s_columns)))
-            tile = steps(h, m_block, begin, end, STAGES - 1)
-            load(smem, u32(n + u32(STAGES - 1)), count, tile, b, column, q, do, stats)
+            tile = steps(h, m_block, begin, end, PRELOADED)
+            if STAGES > 1:
+                load(smem, u32(n + u32(PRELOADED)), count, tile, b, column, q, do, stats)
             gemm_s(dp, a_k_major(u32(smem + V + s_rows)), b_k_major(u32(do_tile + s_columns)))
             if poisoned:
                 add_poison(smem, s_key, s)
@@ -353,6 +356,9 @@ def make_backward(config):
             )
             if DETERMINISTIC:
                 pass_turn(turns[b, h], n_block, m_block)
+            if STAGES == 1:
+                cuda.syncthreads()  # all are done with the only slot
+                load(smem, u32(n + ONE), count, tile, b, column, q, do, stats)
             n = u32(n + ONE)
             h, m_block = steps(h, m_block, begin, end, 1)
 
