@@ -442,16 +442,18 @@ def families(name):
     return [family for family in FAMILIES if family.name == name]
 
 
-# Forward, by bytes of a number and width: warps, tiles of 16 rows a warp, keys, stages, blocks that
-# share a multiprocessor. The first that fits is taken.
+# Forward, by bytes of a number and width: warps, tiles of 16 rows a warp, keys, stages, and how many
+# blocks are to share a multiprocessor. The first that fits is taken.
 FORWARD_TILES = {
-    (2, 64): ((4, 2, 32, 2, 3), (4, 2, 32, 2, 1)),
-    (2, 128): ((4, 2, 48, 2, 1), (4, 2, 32, 2, 1), (4, 1, 32, 2, 1), (4, 1, 16, 2, 1)),
+    (2, 64): ((4, 2, 32, 2, 3), (4, 2, 32, 2, 2), (4, 2, 32, 2, 1)),
+    (2, 128): (
+        (4, 2, 64, 2, 2), (4, 2, 32, 2, 2), (4, 2, 32, 2, 1), (4, 1, 32, 2, 1), (4, 1, 16, 2, 1),
+    ),
     (2, 256): (
         (8, 1, 64, 2, 1), (8, 1, 32, 2, 1), (4, 1, 32, 2, 1), (3, 1, 16, 2, 1), (1, 1, 16, 2, 1),
     ),
-    (4, 64): ((4, 2, 32, 2, 1), (4, 2, 16, 2, 1), (4, 1, 16, 2, 1)),
-    (4, 128): ((4, 2, 16, 2, 1), (4, 1, 16, 2, 1), (2, 1, 16, 2, 1)),
+    (4, 64): ((4, 2, 32, 2, 2), (4, 2, 32, 2, 1), (4, 1, 16, 2, 1)),
+    (4, 128): ((4, 2, 16, 2, 2), (4, 2, 16, 2, 1), (4, 1, 16, 2, 1)),
 }  # fmt: skip
 # Backward: warps, queries, keys, then how products are split, stages, blocks.
 BACKWARD_TILES = {
@@ -486,10 +488,10 @@ def choose_mma(dtype, head_dim, machine, negative=False, simulated=False):
     """The tile configuration of forward_mma.py for one problem on one GPU; None if none fits."""
     width, generation = width_of(head_dim), generation_of(machine)
     itemsize = 4 if dtype == "float32" else 2
-    for *tiles, blocks in (SIMULATED_TILES[0],) if simulated else FORWARD_TILES[itemsize, width]:
-        blocks = 1 if generation[0] else blocks  # Turing has shared memory for one
+    table = (SIMULATED_TILES[0],) if simulated else FORWARD_TILES.get((itemsize, width), ())
+    for *tiles, blocks in table:
         config = MmaConfig(dtype, width, *tiles, *generation, negative, blocks=blocks)
-        if config.shared_bytes <= machine.shared_bytes:
+        if fits(config, machine):
             return config
     return None
 
@@ -498,11 +500,17 @@ def choose_mma_backward(dtype, head_dim, machine, deterministic=False, simulated
     """The same of backward_mma.py."""
     width, generation = width_of(head_dim), generation_of(machine)
     itemsize = 4 if dtype == "float32" else 2
-    for *tiles, blocks in (SIMULATED_TILES[1],) if simulated else BACKWARD_TILES[itemsize, width]:
+    table = (SIMULATED_TILES[1],) if simulated else BACKWARD_TILES.get((itemsize, width), ())
+    for *tiles, blocks in table:
         config = MmaBackwardConfig(dtype, width, *tiles, *generation, deterministic, blocks=blocks)
-        if config.shared_bytes <= machine.shared_bytes:
+        if fits(config, machine):
             return config
     return None
+
+
+def fits(config, machine):
+    """Whether as many blocks as are to share a multiprocessor do; 1 KB of each is the system's."""
+    return config.blocks * (config.shared_bytes + 1024) <= machine.shared_bytes + 1024
 
 
 def generation_of(machine):

@@ -126,17 +126,17 @@ def make_forward(config):
         m_blocks = u32((seqlen_q + BLOCK_M - 1) // BLOCK_M)
         all_heads = u32(heads * u32(lse.shape[0]))
         m_block, head = place(u32(cuda.blockIdx.x), u32(group), all_heads, m_blocks)
-        h, b = head % heads, head // heads
-        kv_h = h // (heads // u32(k.shape[2]))
+        h, b = i32(head % heads), i32(head // heads)
+        kv_h = i32(u32(h) // u32(heads // u32(k.shape[2])))
         q_length = i32(length(q_lengths, b, seqlen_q))
         kv_length = i32(length(kv_lengths, b, i32(k.shape[1])))
-        offset = alignment(q_length, kv_length, upper_left)
+        offset = i32(alignment(q_length, kv_length, upper_left))
         row0, rows = i32(m_block * u32(BLOCK_M)), i32(16 * TILES)
-        mask = q_length, kv_length, offset, left, right
+        seen_by = q_length, kv_length, offset, left, right
         own = u32(smem + VISITED + u32(16) * u32(warp + 1))
-        find_tiles(own, i32(row0 + warp * rows), rows, *mask)
+        find_tiles(own, i32(row0 + warp * rows), rows, *seen_by)
         if warp == 0:
-            find_tiles(u32(smem + VISITED), row0, i32(BLOCK_M), *mask)
+            find_tiles(u32(smem + VISITED), row0, i32(BLOCK_M), *seen_by)
         if cuda.threadIdx.x == 0:
             at = u32(smem + NUMBERS)
             for number in (row0, h, kv_h, b, q_length, kv_length, offset, i32(0)):
