@@ -272,6 +272,9 @@ def _explain_kernels(problem):
                 "registers",
                 "{} in warps that move, {} in those that compute".format(*config.registers),
             )
+        if problem.kernels != "simt" and not tensor_cores:
+            head_dim = problem.q.shape[3]
+            yield "gradients", f"simt: no tile of mma with head_dim {head_dim} fits this GPU"
         if tensor_cores:
             yield "backward tiles", _explain_tiles(config_of(problem, "backward"))
         names = BACKWARD if tensor_cores else ("delta", "backward_dkdv", "backward_dq")

@@ -442,8 +442,8 @@ def families(name):
     return [family for family in FAMILIES if family.name == name]
 
 
-# Forward, by bytes of a number and width: warps, tiles of 16 rows a warp, keys, stages, and how many
-# blocks are to share a multiprocessor. The first that fits is taken.
+# Forward, by bytes of a number and width: warps, tiles of 16 rows a warp, keys, stages, and how
+# many blocks are to share a multiprocessor. The first that fits is taken.
 FORWARD_TILES = {
     (2, 64): ((4, 2, 32, 2, 3), (4, 2, 32, 2, 2), (4, 2, 32, 2, 1)),
     (2, 128): (

@@ -38,9 +38,11 @@ def of_blocks(backend):
     return backend in ("simulator-mma", "simulator-wgmma")
 
 
-def half(backend, dtype="float32"):
-    """A dtype that the backend can compute: `dtype`, or float16 where it must be a half."""
-    return "float16" if tensor_cores(backend) and dtype in ("float32", "float64") else dtype
+def taken(backend, dtype="float32"):
+    """A dtype that the backend can compute: `dtype`, or the nearest that it takes."""
+    if backend.endswith("wgmma") and dtype in ("float32", "float64"):
+        return "float16"
+    return "float32" if tensor_cores(backend) and dtype == "float64" else dtype
 
 
 def problem(seqlen_q, seqlen_kv, *, batch=1, heads=1, heads_kv=None, dim=16, dim_v=None,

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from calls import DTYPES, check, named, on_gpu, problem, tensor_cores
+from calls import DTYPES, check, named, on_gpu, problem, taken, tensor_cores
 from conftest import GPU
 
 import flashnumba as fn
@@ -118,8 +118,8 @@ def test_bare_matrices_give_the_same_bits(backend, layout):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_results_have_the_inputs_dtype(backend, dtype):
     """lse is float32, and float64 only for float64 inputs."""
-    if tensor_cores(backend) and dtype in ("float32", "float64"):
-        pytest.skip("tensor cores take halves")
+    if taken(backend, dtype) != dtype:
+        pytest.skip(f"{backend} does not take {dtype}")
     got = call(backend, problem(3, 4, **{**off_tile(backend), "dtype": dtype}))
     assert got.o.dtype == got.dq.dtype == got.dk.dtype == got.dv.dtype == DTYPES[dtype]
     assert got.lse.dtype == (np.float64 if dtype == "float64" else np.float32)
@@ -597,6 +597,7 @@ def test_results_do_not_share_memory_with_inputs(backend):
 def test_numpy_arrays_go_to_the_gpu_if_there_is_one(monkeypatch, gpu, expected):
     """The default, resolved on a machine with a GPU and on one without."""
     monkeypatch.setattr(runtime, "gpu_available", lambda: gpu)
+    monkeypatch.setattr(runtime, "machine", lambda device: Machine((7, 0), 96 << 10))
     assert prepare(P.q, P.k, P.v).backend == expected
     for name in ("numpy", "simulator"):
         assert prepare(P.q, P.k, P.v, backend=name).backend == name
@@ -644,9 +645,8 @@ WGMMA = {
     "many keys": {"seqlen_kv": MANY},
     "many tiles": {**TILES, "heads": 31},
 }
-NOT_WGMMA_PROBLEMS = {
-    "float32": ({"dtype": "float32"}, r"float16 or bfloat16, not q\.dtype=float32"),
-    "float64": ({"dtype": "float64"}, r"float16 or bfloat16, not q\.dtype=float64"),
+NOT_ON_TENSOR_CORES = {
+    "float64": ({"dtype": "float64"}, r"float16 or bfloat16.*, not q\.dtype=float64"),
     "too wide": ({"dim": 257}, "at most 256, not head_dim=257, head_dim_v=257"),
     "wider values": ({"dim_v": 65}, "equal to head_dim .* not head_dim=64, head_dim_v=65"),
     "too many queries": ({"seqlen_q": MANY + 1}, r"fewer than 2\*\*30 .* seqlen_q=1073741824"),
@@ -679,16 +679,32 @@ def test_what_wgmma_computes(case):
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("case", NOT_WGMMA_PROBLEMS)
-def test_what_wgmma_does_not_compute(case):
+@pytest.mark.parametrize("case", NOT_ON_TENSOR_CORES)
+def test_what_tensor_cores_do_not_compute(case):
     """By default simt does; by name it is refused, with what is needed and what was given."""
-    shape, message = NOT_WGMMA_PROBLEMS[case]
+    shape, message = NOT_ON_TENSOR_CORES[case]
     q, k, v = inputs(**shape)
     assert prepare(q, k, v).backend == "simt"
     for name in ("wgmma", "mma"):
         for backend in (name, f"simulator-{name}"):
             with pytest.raises(ValueError, match=f"^the {name} backends need .*" + message):
                 prepare(q, k, v, backend=backend)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_float32_is_for_mma():
+    """By default, up to head_dim 128; wgmma refuses it."""
+    q, k, v = inputs(dtype="float32", dim=128)
+    for name in (None, "mma"):
+        assert prepare(q, k, v, backend=name).backend == "mma"
+    with pytest.raises(
+        ValueError, match=r"wgmma backends need float16 or bfloat16, not q\.dtype=f"
+    ):
+        prepare(q, k, v, backend="wgmma")
+    q, k, v = inputs(dtype="float32", dim=129)
+    assert prepare(q, k, v).backend == "simt"
+    with pytest.raises(ValueError, match="at most 128, not head_dim=129"):
+        prepare(q, k, v, backend="mma")
 
 
 @pytest.mark.usefixtures("hopper")
@@ -715,7 +731,8 @@ def test_wgmma_is_for_hopper_only(monkeypatch, capability):
 
 def test_mma_is_for_turing_and_later(monkeypatch):
     """bfloat16 from Ampere on; what it does not take is for simt, unless asked for by name."""
-    message = "capability 8.0 or more (float16, bfloat16), 7.5 (float16), not {}.{} with q.dtype={}"
+    message = "capability 8.0 or more (float16, bfloat16), 7.5 (float16), 8.0 or more (float32), "
+    message += "not {}.{} with q.dtype={}"
     for capability, dtype in (((7, 5), "bfloat16"), ((7, 0), "float16"), ((6, 1), "float16")):
         pretend(monkeypatch, capability)
         assert prepare(*inputs(dtype=dtype)).backend == "simt"
