@@ -62,12 +62,13 @@ def attention(
         Return the logarithm of each row's denominator too.
     layout : "bshd" or "bhsd"
         Order of the axes of q, k, v and o; "bhsd" is PyTorch's.
-    backend : "wgmma", "simt", "numpy", "simulator" or "simulator-wgmma", optional
-        By default, on a GPU, "wgmma" (Numba kernels for Hopper) where its compute capability is 9.0
-        and the arrays are float16 or bfloat16 with head_dim_v = head_dim up to 256, else "simt"
-        (Numba kernels for every GPU and problem). Without a GPU, "numpy" (tiles of BLAS).
-        "simulator" and "simulator-wgmma" run the kernels of "simt" and "wgmma" in Python. A
-        problem without queries or keys runs no Hopper kernel, but "simt" under all names.
+    backend : str, optional
+        By default the fastest that can, on a GPU: "wgmma" (tensor cores of Hopper: compute
+        capability 9.0, float16 and bfloat16), "mma" (tensor cores of a warp: 7.5 for float16, 8.0
+        or more for float16, bfloat16 and, with head_dim up to 128, float32), both where head_dim_v
+        is head_dim up to 256; else "simt" (every GPU and problem). Without a GPU, "numpy" (tiles of
+        BLAS). "simulator", "simulator-mma" and "simulator-wgmma" run the kernels of "simt", "mma"
+        and "wgmma" in Python. A problem without queries or keys runs "simt" under all names.
     softcap, alibi_slopes, bias, sinks, dropout, seed, score_mod, mask_mod, aux, block_mask
         Reserved; anything but the default raises NotImplementedError.
 
@@ -91,6 +92,9 @@ def attention(
     -----
     A row that sees no key has output 0 and lse -inf. Keys and values that a row does not see are
     never multiplied in, so NaN there does not leak. The same call gives the same bits, always.
+
+    float32 through "mma" is computed as the sum of two TF32 numbers each, to about 22 bits; sums
+    are float32's. Its error is that of plain float32 attention.
 
     Source: Dao et al., FlashAttention: fast and memory-efficient exact attention (2022).
     """
@@ -125,8 +129,8 @@ def attention_backward(do, q, k, v, o, lse, *, dlse=None, deterministic=False, *
     dlse : array, shape of lse, optional
         Gradient with respect to lse; None is zero.
     deterministic : bool
-        The same bits every time. Only "wgmma" is faster without, where blocks add to dq as they
-        come; other backends always add in a fixed order.
+        The same bits every time. "wgmma" and "mma" are faster without, where blocks add to dq as
+        they come; other backends always add in a fixed order.
     **options
         The keywords of `attention` that the forward was called with; `return_lse` has no meaning.
 
@@ -137,8 +141,9 @@ def attention_backward(do, q, k, v, o, lse, *, dlse=None, deterministic=False, *
 
     Notes
     -----
-    Extra memory is one number a query (delta = sum(do * o) - dlse); with "wgmma" two, and float32
-    numbers of the size of q, in which dq is added up; and copies of arrays that TMA cannot address.
+    Extra memory is one number a query (delta = sum(do * o) - dlse); with "wgmma" and "mma" two, and
+    float32 numbers of the size of q, in which dq is added up; and copies of arrays whose addresses
+    or strides are no multiples of 16 bytes. "mma" copies those in the forward too.
 
     Source: Dao et al., FlashAttention (2022), algorithm 4; Dao, FlashAttention-2 (2023).
     """

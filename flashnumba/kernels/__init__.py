@@ -3,7 +3,10 @@
     blas.py     NumPy. A tile product is one call of BLAS, over batch and heads at once. No GPU.
     simt.py     Numba CUDA without special instructions: any GPU, any dtype, every head dimension.
                 The one to read first, beside `reference.attention_tiled`.
-    forward_wgmma.py
+    forward_mma.py, backward_mma.py
+                Turing and later: ldmatrix and mma.sync, a warp's tensor cores, fed by cp.async.
+                float16, bfloat16, and float32 as the sum of two TF32 numbers.
+    forward_wgmma.py, backward_wgmma.py
                 Hopper. TMA brings tiles, wgmma multiplies them, warps have roles. Halves only.
 
 A kernel file holds control flow, barriers and memory layout, top to bottom. Kernels come from
