@@ -158,7 +158,7 @@ class MmaConfig:
 
     @property
     def shared_bytes(self):
-        small = 16 * (self.warps + 1) + 32  # which tiles are visited; where the block is
+        small = 16 * (self.warps + 2)  # which tiles are visited, a flag
         return self.q_bytes + 2 * self.stages * self.kv_bytes + small
 
 
@@ -447,7 +447,7 @@ def families(name):
 FORWARD_TILES = {
     (2, 64): ((4, 2, 32, 2, 3), (4, 2, 32, 2, 2), (4, 2, 32, 2, 1)),
     (2, 128): (
-        (4, 2, 64, 2, 2), (4, 2, 32, 2, 2), (4, 2, 32, 2, 1), (4, 1, 32, 2, 1), (4, 1, 16, 2, 1),
+        (4, 2, 48, 2, 2), (4, 2, 32, 2, 2), (4, 2, 32, 2, 1), (4, 1, 32, 2, 1), (4, 1, 16, 2, 1),
     ),
     (2, 256): (
         (8, 1, 64, 2, 1), (8, 1, 32, 2, 1), (4, 1, 32, 2, 1), (3, 1, 16, 2, 1), (1, 1, 16, 2, 1),
@@ -458,8 +458,8 @@ FORWARD_TILES = {
 # Backward: warps, queries, keys, then how products are split, stages, blocks.
 BACKWARD_TILES = {
     (2, 64): (
-        (8, 128, 128, 4, 4, 4, 2, 1), (8, 64, 128, 4, 4, 2, 2, 1), (4, 32, 64, 2, 2, 2, 2, 1),
-        (4, 32, 32, 2, 2, 2, 2, 1),
+        (4, 64, 64, 2, 2, 2, 2, 3), (8, 64, 128, 4, 4, 2, 2, 1), (4, 64, 64, 2, 2, 2, 2, 1),
+        (4, 32, 64, 2, 2, 2, 2, 1), (4, 32, 32, 2, 2, 2, 2, 1),
     ),
     (2, 128): (
         (8, 64, 128, 4, 4, 2, 2, 1), (4, 32, 64, 2, 2, 2, 2, 1), (4, 32, 32, 2, 2, 2, 2, 1),

@@ -23,7 +23,7 @@ from numba.cuda.extending import register_jitable
 from flashnumba import ptx, simulate
 from flashnumba.config import Kernel
 from flashnumba.device import inlined
-from flashnumba.device.fragment import first_columns, first_rows
+from flashnumba.device.fragment import first_columns, first_rows, pairs, pairs_in_order
 from flashnumba.device.pipeline import ring
 from flashnumba.ptx.barrier import (
     bar_arrive,
@@ -36,7 +36,14 @@ from flashnumba.ptx.barrier import (
     setmaxnreg_inc,
 )
 from flashnumba.ptx.cp_async import cp_async_commit_group, cp_async_row, cp_async_wait_group
-from flashnumba.ptx.layout import descriptor_constant, k_major, mn_major, swizzle128
+from flashnumba.ptx.layout import (
+    ROW,
+    accumulator,
+    descriptor_constant,
+    k_major,
+    mn_major,
+    swizzle128,
+)
 from flashnumba.ptx.memory import (
     fence_proxy_async_global,
     ld_global_row,
@@ -48,6 +55,7 @@ from flashnumba.ptx.memory import (
     wait_acquire_u32,
 )
 from flashnumba.ptx.mma import mma_rs, mma_ss
+from flashnumba.ptx.mma_tf32 import ORDER, tf32_rs, tf32_ss
 from flashnumba.ptx.shared import (
     cvta_to_shared,
     fence_proxy_async,
@@ -67,6 +75,7 @@ from flashnumba.ptx.shared import (
 from flashnumba.ptx.thread import (
     cvt_bf16x2,
     cvt_f16x2,
+    cvt_f16x2_each,
     cvt_f32_f16,
     ex2,
     lg2,
@@ -152,7 +161,8 @@ def name_of(instruction):
 class Case:
     """`operands(rng)` makes the arguments; `agree`, by argument, compares what a run left there.
 
-    `machine` says how often operations of the machine must at least be in its code for sm_90a.
+    `machine` says how often operations of the machine must at least be in its code for sm_90a;
+    HMMA exactly so often.
     """
 
     kernel: Kernel
@@ -226,20 +236,35 @@ SPECIAL = np.array(
 )  # fmt: skip
 
 
-def make_thread():
-    """Every pair of special numbers, random bits, and numbers of a softmax."""
+def make_thread(turing=False):
+    """Every pair of special numbers, random bits, and numbers of a softmax.
 
-    def kernel(a, b, exp, log, inverse, larger, wide, half, bhalf):
+    Two kernels: `turing` has no more than Turing can do.
+    """
+
+    @cuda.jit(device=True, forceinline=True)
+    def of_all(i, a, b, exp, log, inverse, larger, wide, each):
+        exp[i] = ex2(a[i])
+        log[i] = lg2(a[i])
+        inverse[i] = rcp(a[i])
+        larger[i] = max_f32(a[i], b[i])
+        wide[i] = cvt_f32_f16(a[i].view(np.uint32))
+        each[i] = cvt_f16x2_each(a[i], b[i])
+        nanosleep(u32(20))
+
+    def kernel(a, b, exp, log, inverse, larger, wide, each, half, bhalf):
         i = cuda.blockIdx.x * 128 + cuda.threadIdx.x
         if i < a.shape[0]:
-            exp[i] = ex2(a[i])
-            log[i] = lg2(a[i])
-            inverse[i] = rcp(a[i])
-            larger[i] = max_f32(a[i], b[i])
+            of_all(i, a, b, exp, log, inverse, larger, wide, each)
             half[i] = cvt_f16x2(a[i], b[i])
-            wide[i] = cvt_f32_f16(a[i].view(np.uint32))
-            nanosleep(u32(20))
             bhalf[i] = opaque(cvt_bf16x2(a[i], b[i]))
+
+    def turing_kernel(a, b, exp, log, inverse, larger, wide, each):
+        i = cuda.blockIdx.x * 128 + cuda.threadIdx.x
+        if i < a.shape[0]:
+            of_all(i, a, b, exp, log, inverse, larger, wide, each)
+
+    packed = 1 if turing else 3
 
     def operands(rng):
         special = np.concatenate([SPECIAL, -SPECIAL])
@@ -247,20 +272,20 @@ def make_thread():
         bits = rng.integers(0, 1 << 32, (2, 500), u32).view(f32)
         near = rng.uniform(-4, 4, (2, 500)).astype(f32)
         a, b = np.concatenate([special, bits, near], axis=1)
-        return [a, b, *np.zeros((5, a.size), f32), *np.zeros((2, a.size), u32)]
+        return [a, b, *np.zeros((5, a.size), f32), *np.zeros((packed, a.size), u32)]
 
     half_ulp = 2.0**-24  # of the body
     agree = {
         2: within(2.0**-22 + half_ulp),
         3: within(2.0**-22 + half_ulp, 2.0**-22 + half_ulp),
         4: within(2.0**-23 + half_ulp),
-        5: exact,
-        6: exact,
-        7: exact,
-        8: exact,
+        **dict.fromkeys(range(5, 7 + packed), exact),
     }
-    kinds = [floats()] * 7 + [words()] * 2
+    kinds = [floats()] * 7 + [words()] * packed
     grid = -(-len(operands(np.random.default_rng(0))[0]) // 128)
+    if turing:
+        kernel = kernel_of("thread of Turing", turing_kernel, kinds, 128)
+        return Case(kernel, operands, agree, {"MUFU": 3, "FMNMX": 1}, grid)
     machine = {"MUFU": 3, "FMNMX": 1, "F2FP": 2}
     return Case(kernel_of("thread", kernel, kinds, 128), operands, agree, machine, grid)
 
@@ -810,6 +835,16 @@ MMA_FORMS = {
 }
 
 
+@inlined
+def load_image(tile, image):
+    """A `tile_image` to shared memory."""
+    x = cuda.local.array(4, np.uint32)
+    for i in range(i32(cuda.threadIdx.x), i32(image.shape[0]), i32(cuda.blockDim.x)):
+        for j in range(4):
+            x[j] = image[i, j]
+        st_shared_v4_u32(tile + u32(16 * i), x)
+
+
 def make_mma(tiles, dtype, integers, turing):
     """Every one of PRODUCTS, from arrays A (64, k), B (n, k) and their transposes.
 
@@ -829,14 +864,6 @@ def make_mma(tiles, dtype, integers, turing):
     rs_b = mma_rs(tiles, n, 16 * MMA_STEPS, dtype, k, turing=turing)
     rs = mma_rs(tiles, n, 16 * MMA_STEPS, dtype, n, b_mn_major=False, turing=turing)
 
-    @cuda.jit(device=True, forceinline=True)
-    def load(tile, image):
-        x = cuda.local.array(4, np.uint32)
-        for i in range(i32(cuda.threadIdx.x), i32(image.shape[0]), i32(THREADS)):
-            for j in range(4):
-                x[j] = image[i, j]
-            st_shared_v4_u32(tile + u32(16 * i), x)
-
     def kernel(a, b, at, bt, a_frag, start, out):
         smem = cvta_to_shared(cuda.shared.array(0, np.uint8, alignment=1024))
         t = i32(cuda.threadIdx.x)
@@ -845,13 +872,13 @@ def make_mma(tiles, dtype, integers, turing):
         row0 = u32(t // 32 * WARP_ROWS)
         product = i32(cuda.blockIdx.x)
         if product == 2 or product == 3:
-            load(smem, at)
+            load_image(smem, at)
         else:
-            load(smem, a)
+            load_image(smem, a)
         if product == 0 or product == 3 or product == 5:
-            load(smem + u32(B_AT), b)
+            load_image(smem + u32(B_AT), b)
         else:
-            load(smem + u32(B_AT), bt)
+            load_image(smem + u32(B_AT), bt)
         cuda.syncthreads()
         a_k, a_mn = first_rows(smem + u32(128) * row0), first_columns(smem) ^ u32(2) * row0
         b_k, b_mn = first_columns(smem + u32(B_AT)), first_rows(smem + u32(B_AT))
@@ -897,14 +924,14 @@ def make_mma(tiles, dtype, integers, turing):
 
 
 def tile_image(x):
-    """A matrix of halves as it lies in shared memory, by 16 bytes: (-1, 4) words.
+    """A matrix as it lies in shared memory, by 16 bytes: (-1, 4) words.
 
-    Sub-tiles of 64 columns, swizzled; the last is filled up with NaN.
+    Sub-tiles of 128 bytes a row, swizzled; the last is filled up with NaN.
     """
-    rows, columns = x.shape
-    bits = np.full((rows, -(-columns // 64) * 64), 0xFFFF, np.uint16)
-    bits[:, :columns] = x.view(np.uint16)
-    tiles = bits.reshape(rows, -1, 64).swapaxes(0, 1).reshape(-1, 8)
+    (rows, columns), width = x.shape, ROW // x.itemsize
+    bits = np.full((rows, -(-columns // width) * width), -1, f"i{x.itemsize}")
+    bits[:, :columns] = x.view(bits.dtype)
+    tiles = bits.reshape(rows, -1, width).swapaxes(0, 1).reshape(-1, 16 // x.itemsize)
     image = np.empty_like(tiles)
     image[swizzle128(16 * np.arange(len(tiles))) // 16] = tiles
     return image.view(u32)
@@ -914,6 +941,136 @@ def of_warps(fragments, tiles):
     """Fragments (128, i) of four tiles of 16 rows, where a warp has `tiles` of them."""
     parts = fragments.reshape(4 // tiles, tiles, 32, -1).swapaxes(1, 2)
     return np.ascontiguousarray(parts.reshape(128 // tiles, -1))
+
+
+# --- mma_tf32.py ----------------------------------------------------------------------------------
+
+# (tiles of 16 rows of a warp, columns of the product, of A, how many products make one). A and wide
+# products have several sub-tiles of 32 columns, the last not full. `tf32_rs` takes A's first ones.
+TF32_FORMS = {
+    "narrow-1": (1, 32, 72, 3),
+    "narrow-2": (2, 16, 40, 1),
+    "wide-1": (1, 80, 40, 1),
+    "wide-2": (2, 48, 40, 3),
+}
+TF32_STEPS = 5  # of 8
+HUGE, MINUTE = (5, 1e30), (26, 1e-30)  # rows of A and what they are multiplied by
+
+
+def tf32_factors(form, rng, integers):
+    """A (64, k) and B (n, k); with three products not only of numbers near 1."""
+    _, n, k, products = TF32_FORMS[form]
+    if integers:
+        return [rng.integers(-8, 9, (rows, k)).astype(f32) for rows in (64, n)]
+    a, b = (rng.standard_normal((rows, k)).astype(f32) for rows in (64, n))
+    return [(a * tf32_scale(products)).astype(f32), b]
+
+
+def tf32_scale(products):
+    """How large the numbers of a row are, (64, 1)."""
+    scale = np.ones((64, 1))
+    for row, x in (HUGE, MINUTE) * (products == 3):
+        scale[row] = x
+    return scale
+
+
+def tf32_depth(form):
+    """Of each result of the kernels of `make_tf32`: columns of A, and what is missing as factor."""
+    _, _, k, _ = TF32_FORMS[form]
+    return [k] * 4 + [8 * TF32_STEPS], [4] * 4 + [2]
+
+
+def tf32_arguments(form, a, b, start):
+    """What such a kernel takes: A and B in shared memory, A in registers, results."""
+    tiles = TF32_FORMS[form][0]
+    in_order = lambda x: x.reshape(len(x), -1, 8)[:, :, ORDER].reshape(x.shape)
+    images = [tile_image(x) for x in (a, b, in_order(a), in_order(a.T.copy()), b.T)]
+    a_frag = of_warps(a[accumulator(8 * TF32_STEPS)], tiles)
+    return [*images, a_frag, start, np.zeros((5, *start.shape), f32)]
+
+
+def make_tf32(form, integers):
+    """Both in the order of their columns; B, then both MN-major; that added; A in registers.
+
+    With small integers all sums are exact. Otherwise as in `make_wgmma`, where a sum has as many
+    terms as products are made for it. Rows of huge and of minute numbers do not matter for others.
+    """
+    tiles, n, k, products = TF32_FORMS[form]
+    THREADS, WARP_ROWS, SIZE, A_SIZE = (
+        128 // tiles,
+        16 * tiles,
+        tiles * n // 2,
+        4 * tiles * TF32_STEPS,
+    )
+    tile_bytes = lambda rows, columns: ROW * rows * -(-columns // 32)
+    B_AT = max(tile_bytes(64, k), tile_bytes(k, 64))
+    SHARED = B_AT + max(tile_bytes(n, k), tile_bytes(k, n))
+    ss = tf32_ss(tiles, n, k, products, 64, n)
+    ss_b = tf32_ss(tiles, n, k, products, 64, k, b_mn_major=True)
+    ss_ab = tf32_ss(tiles, n, k, products, k, k, True, True)
+    ss_add = tf32_ss(tiles, n, k, products, 64, k, b_mn_major=True, add=True)
+    rs = tf32_rs(tiles, n, 8 * TF32_STEPS, products, k)
+
+    def kernel(a, b, a_in_order, at_in_order, bt, a_frag, start, out):
+        smem = cvta_to_shared(cuda.shared.array(0, np.uint8, alignment=1024))
+        t = i32(cuda.threadIdx.x)
+        d = cuda.local.array(SIZE, np.float32)
+        x = cuda.local.array(A_SIZE, np.float32)
+        row0 = t // 32 * WARP_ROWS
+        product = i32(cuda.blockIdx.x)
+        if product == 0:
+            load_image(smem, a)
+            load_image(smem + u32(B_AT), b)
+        else:
+            load_image(smem + u32(B_AT), bt)
+            if product == 2:
+                load_image(smem, at_in_order)
+            else:
+                load_image(smem, a_in_order)
+        cuda.syncthreads()
+        a_k = first_rows(smem + u32(128 * row0))
+        a_mn = pairs_in_order(smem + u32(128 * k * (row0 // 32) + 4 * (row0 % 32)))
+        b_k, b_mn = first_columns(smem + u32(B_AT)), pairs(smem + u32(B_AT))
+        for i in range(SIZE):
+            d[i] = start[t, i]
+        for i in range(A_SIZE):
+            x[i] = a_frag[t, i]
+        if product == 0:
+            ss(d, a_k, b_k)
+        elif product == 1:
+            ss_b(d, a_k, b_mn)
+        elif product == 2:
+            ss_ab(d, a_mn, b_mn)
+        elif product == 3:
+            ss_add(d, a_k, b_mn)
+        else:
+            rs(d, x, b_mn)
+        for i in range(SIZE):
+            out[product, t, i] = d[i]
+
+    def operands(rng):
+        a, b = tf32_factors(form, rng, integers)
+        start = rng.integers(-8, 9, (THREADS, SIZE)).astype(f32)
+        return tf32_arguments(form, a, b, start)
+
+    depth, missing = (np.array(x)[:, None, None] for x in tf32_depth(form))
+    scale = of_warps(np.broadcast_to(tf32_scale(products), (64, n))[accumulator(n)], tiles)
+
+    def agree(got, expected):
+        got, expected = got.astype(np.float64), expected.astype(np.float64)
+        sums = products * depth * 2.0**-23 * depth / missing * scale
+        bound = 0 if integers else sums + 2.0**-23 * np.abs(expected)  # that of `start` + sum
+        return np.abs(got - expected) <= bound
+
+    kinds = [words(2)] * 5 + [floats(2), floats(2), floats(3)]
+    kernel = kernel_of(f"tf32 {form}", kernel, kinds, THREADS, SHARED)
+    steps, rs_steps = k // 8, TF32_STEPS
+    machine = {
+        "HMMA": (4 * steps + rs_steps) * n // 8 * tiles * products,
+        "LDSM": steps * (3 * tiles + n // 16),
+        "LDS": 4 * (steps * (3 * n // 16 + tiles) + rs_steps * n // 16),
+    }
+    return Case(kernel, operands, {7: agree}, machine, 5)
 
 
 # --- all together ---------------------------------------------------------------------------------
@@ -1089,8 +1246,12 @@ def cases():
     for form, (tiles, dtype, turing) in MMA_FORMS.items():
         for kind in ("integers", "normal"):
             products[f"mma-{form}-{kind}"] = make_mma(tiles, dtype, kind == "integers", turing)
+    for form in TF32_FORMS:
+        for kind in ("integers", "normal"):
+            products[f"mma-tf32-{form}-{kind}"] = make_tf32(form, kind == "integers")
     return {
         "thread": make_thread(),
+        "thread-turing": make_thread(turing=True),
         "shared": make_shared(),
         "stmatrix": make_stmatrix(),
         "rows": make_rows(),

@@ -110,13 +110,13 @@ def test_gradients_are_left_to_simt_where_no_tile_fits(monkeypatch, fake_gpu):
 @needs_compilers
 @pytest.mark.parametrize("name, made", [p for p in CHOICES if compiled(p)])
 def test_it_compiles_to_what_was_meant(name, made):
-    """Tensor cores, ldmatrix, no float64; on Hopper and before no local memory and no spills.
+    """Tensor cores, ldmatrix, no float64, no local memory but for a few numbers that are spilled.
 
-    But kernels with all 255 registers may spill a few on GPUs before Hopper. For Blackwell another
-    compiler keeps a fragment of scores in local memory.
+    Kernels that have all 255 registers spill up to three on Hopper, more on other GPUs. For
+    Blackwell another compiler keeps a fragment of scores in local memory.
     """
     capability = MACHINES[name].capability
-    spilled = {"hopper": 0, "b200": 256}.get(name, 64)
+    spilled = {"hopper": 12, "b200": 256}.get(name, 64)
     if isinstance(made, MmaConfig):
         makers = [forward_mma.make_forward]
     else:
@@ -125,7 +125,7 @@ def test_it_compiles_to_what_was_meant(name, made):
     for i, make in enumerate(makers):
         cubin = runtime.cached_cubin(make(made), capability)
         assert cubin.spill_bytes <= spilled, cubin.log
-        assert cubin.stack_bytes <= (spilled if capability < (10, 0) else 512), cubin.log
+        assert cubin.stack_bytes <= (64 if capability < (10, 0) else 512), cubin.log
         assert not float64_operations(cubin.code)
         if i == 0:
             found = operations(cubin.code)

@@ -23,10 +23,14 @@ from ptx_cases import (
     SIZES,
     STEPS,
     STORES,
+    TF32_FORMS,
     cases,
     of_warps,
     random_halves,
     simulate_function,
+    tf32_arguments,
+    tf32_depth,
+    tf32_factors,
 )
 
 from flashnumba import simulate
@@ -51,7 +55,7 @@ from flashnumba.ptx.shared import (
     st_shared_u32,
     stmatrix_x4,
 )
-from flashnumba.ptx.thread import cvt_bf16x2, cvt_f16x2, ex2, lg2, max_f32, rcp
+from flashnumba.ptx.thread import cvt_bf16x2, cvt_f16x2, cvt_f16x2_each, ex2, lg2, max_f32, rcp
 from flashnumba.ptx.tma import (
     cp_async_bulk_commit_group,
     cp_async_bulk_tensor_load,
@@ -146,7 +150,12 @@ def test_max_prefers_numbers_and_positive_zero():
 
 def test_cvt_f16x2_rounds_to_nearest_even():
     """The first operand in the lower half; ties, overflow, subnormal numbers, NaN."""
-    pair = lambda low, high: int(value(cvt_f16x2, low, high))
+    check_cvt_f16x2(cvt_f16x2)
+    check_cvt_f16x2(cvt_f16x2_each)
+
+
+def check_cvt_f16x2(instruction):
+    pair = lambda low, high: int(value(instruction, low, high))
     assert pair(1, -2) == 0xC000_3C00
     assert pair(1 + 2.0**-11, 1 + 3 * 2.0**-11) == 0x3C02_3C00  # both are halfway
     assert pair(65519.996, 65520) == 0x7C00_7BFF
@@ -524,6 +533,107 @@ def test_products_of_a_warp(form):
         assert np.abs(full).min() < np.abs(full).max()  # not all zeros
 
 
+# --- mma_tf32.py ----------------------------------------------------------------------------------
+
+EPS = 2.0**-23
+LARGEST = np.finfo(f32).max
+
+
+def multiplied(form, a, b):
+    """Of each result of a TF32 case's kernel for these factors: it, A B^T and |A| |B|^T.
+
+    In double precision, times what is missing; what adds to fragments adds to zeros.
+    """
+    case, (tiles, n, _, _) = cases()[f"mma-tf32-{form}-normal"], TF32_FORMS[form]
+    arguments = tf32_arguments(form, a, b, np.zeros((128 // tiles, tiles * n // 2), f32))
+    simulate.launch(case.kernel, case.grid, arguments)
+    with np.errstate(invalid="ignore"):
+        a, b, place = a.astype(np.float64), b.astype(np.float64), accumulator(n)
+    for out, depth, missing in zip(arguments[-1], *tf32_depth(form), strict=True):
+        x, y = a[:, :depth], b[:, :depth]
+        with np.errstate(invalid="ignore"):
+            exact, size = x @ y.T, np.abs(x) @ np.abs(y.T)
+        yield missing * out.astype(np.float64), *(of_warps(z[place], tiles) for z in (exact, size))
+
+
+@pytest.mark.parametrize("form", TF32_FORMS)
+def test_products_of_small_integers_in_tf32_are_exact(form):
+    """Every form is A B^T by its factor, and the fourth and the fifth add to what is there."""
+    a, b = tf32_factors(form, np.random.default_rng(1), integers=True)
+    start, out = simulated(f"mma-tf32-{form}-integers")[6:]
+    tiles, n, _, _ = TF32_FORMS[form]
+    for i, (depth, missing) in enumerate(zip(*tf32_depth(form), strict=True)):
+        product = a[:, :depth] @ b[:, :depth].T / missing
+        expected = of_warps(product[accumulator(n)], tiles) + (start if i >= 3 else 0)
+        np.testing.assert_array_equal(out[i], expected)
+    assert len(np.unique(out)) > 100
+
+
+@pytest.mark.parametrize("form", TF32_FORMS)
+def test_three_products_are_as_good_as_float32_and_one_is_tf32(form):
+    """Of numbers near 1, of huge and of minute ones, against double precision.
+
+    One product is also no better than TF32, or it would be three.
+    """
+    a, b = tf32_factors(form, np.random.default_rng(1), integers=False)
+    products = TF32_FORMS[form][3]
+    for got, exact, size in multiplied(form, a, b):
+        error = np.abs(got - exact) / size
+        assert error.max() < (4 * EPS if products == 3 else 2.0**-11)
+        assert products == 3 or error.max() > 2.0**-14
+
+
+FINITE = ["narrow-1", "wide-1"]  # with three products and with one
+
+
+def with_one(form, x, a=None):
+    """Factors whose B has `x` in row 2, which is 0 elsewhere; A is positive, `a` or at most 1."""
+    _, n, k, _ = TF32_FORMS[form]
+    a = np.broadcast_to(RNG.uniform(0.25, 1, (64, k)) if a is None else a, (64, k)).astype(f32)
+    b = RNG.standard_normal((n, k)).astype(f32)
+    b[2], b[2, 11] = 0, x
+    return a, b
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("form", FINITE)
+def test_the_largest_numbers_stay_finite_in_tf32(form, sign):
+    """Rounded to 11 bits they would be infinite; halved they are not."""
+    for got, exact, size in multiplied(form, *with_one(form, sign * LARGEST)):
+        assert np.isfinite(got).all()
+        assert (np.abs(got - exact) / size).max() < (4 * EPS if form == "narrow-1" else 2.0**-10)
+
+
+@pytest.mark.parametrize("form, a", [("wide-1", None)])
+@pytest.mark.parametrize("x", [INF, -INF])
+def test_infinity_times_positive_numbers_is_infinity_in_tf32(form, a, x):
+    """In its column, as in float32; others do not see it. With one product: of three, one is what
+    A leaves of its 11 bits times infinity, which may be NaN; kernels keep infinities away."""
+    for got, exact, _ in multiplied(form, *with_one(form, x, a)):
+        there = np.isinf(exact)
+        assert there.any() and (got[there] == x).all() and np.isfinite(got[~there]).all()
+
+
+@pytest.mark.parametrize("form", FINITE)
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        0x7FC00000,
+        0xFFC00000,
+        0x7FFFFFFF,  # a GPU's own NaN
+        0xFFFFFFFF,  # of shared memory that nobody wrote
+    ],
+)
+def test_nan_stays_nan_in_tf32(form, pattern):
+    """Whatever its bits are, of A and of B; other rows and columns do not see it."""
+    nan = u32(pattern).view(f32)
+    a, b = with_one(form, nan)
+    a[9, 13] = nan
+    for got, exact, _ in multiplied(form, a, b):
+        np.testing.assert_array_equal(np.isnan(got), np.isnan(exact))
+        assert np.isnan(exact).any() and not np.isnan(exact).all()
+
+
 # --- all together ---------------------------------------------------------------------------------
 
 
@@ -538,7 +648,7 @@ def test_pipeline():
 
 RACE_FREE = ["shared", "stmatrix", "barriers", "tma", "bulk", "pipeline"]
 RACE_FREE += ["wgmma-64-float16-normal", "wgmma-176-bfloat16-normal"]
-RACE_FREE += ["rows", "cp_async", "red", "mma-2-bfloat16-normal"]
+RACE_FREE += ["rows", "cp_async", "red", "mma-2-bfloat16-normal", "mma-tf32-narrow-2-normal"]
 
 
 @pytest.mark.parametrize("name", RACE_FREE)

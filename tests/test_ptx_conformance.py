@@ -14,18 +14,21 @@ import numpy as np
 import ptx_cases
 import pytest
 from calls import to_gpu
-from ptx_cases import SIZES, cases, instructions, name_of, used_by
+from ptx_cases import SIZES, TF32_FORMS, cases, instructions, name_of, used_by
 from test_runtime import needs_compilers
 
 from flashnumba import runtime, simulate
+from flashnumba.ptx import mma_tf32
 from flashnumba.tensormap import TensorMap
 
 NAMES = list(cases())
 # One size of product each: all sizes, both dtypes, few enough to compile.
 PRODUCTS = [f"wgmma-{n}-{('float16', 'bfloat16')[i % 2]}-normal" for i, n in enumerate(SIZES)]
 PRODUCTS += ["mma-1-float16-normal", "mma-2-bfloat16-normal", "mma-turing-normal"]
+PRODUCTS += [f"mma-tf32-{form}-normal" for form in TF32_FORMS]
 SMALL = [name for name in NAMES if "mma-" not in name]
-FEW = [*SMALL, PRODUCTS[0], PRODUCTS[-2]]  # with one product of a warpgroup and one of a warp
+# With one product of a warpgroup and two of a warp.
+FEW = [*SMALL, PRODUCTS[0], "mma-2-bfloat16-normal", "mma-tf32-wide-2-normal"]
 
 
 def operands(case):
@@ -158,7 +161,7 @@ def operations(code):
 @needs_compilers
 @pytest.mark.parametrize("name", [*SMALL, *PRODUCTS])
 def test_kernels_compile_to_the_machines_instructions(name):
-    """For sm_90a: no spills, no local memory, every operation there.
+    """For sm_90a: no spills, no local memory, every operation there, HMMA as often as written.
 
     Products that ptxas serialises (an accumulator touched in flight, say) are waited for one by
     one: there must not be more waits than were written.
@@ -170,6 +173,7 @@ def test_kernels_compile_to_the_machines_instructions(name):
     assert cubin.registers * case.kernel.threads <= 65536
     found = operations(cubin.code)
     assert found >= Counter(case.machine), found
+    assert found["HMMA"] == case.machine.get("HMMA", 0)
     if "HGMMA" in case.machine:
         waits, products = "WARPGROUP.DEPBAR", "HGMMA"
         assert found[waits] * case.machine[products] <= found[products] * case.machine[waits]
@@ -191,7 +195,7 @@ def test_the_log_tells_of_a_missing_fence():
 
 GENERAL = [name for name in [*SMALL, *PRODUCTS] if not cases()[name].hopper]
 # sm_80 is the oldest that has bfloat16 and cp.async; these need no more than sm_75.
-TURING = ("shared", "rows", "red", "mma-turing-integers", "mma-turing-normal")
+TURING = ("thread-turing", "shared", "rows", "red", "mma-turing-integers", "mma-turing-normal")
 OLDER = [(name, (8, 0)) for name in GENERAL] + [(name, (7, 5)) for name in TURING]
 
 
@@ -202,7 +206,9 @@ def test_general_instructions_compile_for_ampere_and_turing(name, cc):
     case = cases()[name]
     cubin = runtime.cached_cubin(case.kernel, cc)
     assert (cubin.stack_bytes, cubin.spill_bytes) == (0, 0), cubin.log
-    assert operations(cubin.code) >= Counter(case.machine)
+    found = operations(cubin.code)
+    assert found >= Counter(case.machine), found
+    assert found["HMMA"] == case.machine.get("HMMA", 0)
 
 
 # --- on a GPU -------------------------------------------------------------------------------------
@@ -248,3 +254,22 @@ def test_the_comparison_notices_one_bit():
                 at = tuple(np.argwhere(np.isfinite(got[i]) & (np.abs(got[i]) > 1))[0])
                 got[i][at] += 2.0**-8
             assert len(list(disagreements(case, got, expected))) == 1
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+@pytest.mark.parametrize("form", [f for f, (*_, products) in TF32_FORMS.items() if products == 3])
+def test_the_comparison_notices_a_missing_product(form, missing, monkeypatch):
+    """That of the lower part of A or of B, in each of the results."""
+    name = f"mma-tf32-{form}-normal"
+    case, expected = cases()[name], unbroken(name)
+    whole = mma_tf32.multiply_parts
+
+    def multiply_parts(a, b, products):
+        factors = [a, b]
+        factors[missing] = mma_tf32.high_and_low(factors[missing])[0]
+        return whole(*factors, products)
+
+    monkeypatch.setattr(mma_tf32, "multiply_parts", multiply_parts)
+    ((i, agree),) = case.agree.items()
+    same = agree(simulated(case)[i], expected[i])
+    assert not same.all(axis=(1, 2)).any()

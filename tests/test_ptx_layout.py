@@ -5,8 +5,8 @@ import pytest
 from numba import cuda
 from ptx_cases import of_warps, simulate_function
 
-from flashnumba.device.fragment import first_columns, first_rows
-from flashnumba.ptx import layout, mma
+from flashnumba.device.fragment import first_columns, first_rows, pairs, pairs_in_order
+from flashnumba.ptx import layout, mma, mma_tf32
 
 SIZES = (8, 16, 64, 80, 96, 128, 160, 176, 256)  # columns of accumulators
 
@@ -164,6 +164,24 @@ def test_steps_of_factors():
             flip, more = mma.step_of(column, row, tile_rows)
             there = at(lane_row + 16 * row, 8 * lane_column + 16 * column)
             assert (first ^ 32 * flip) + more == there
+
+
+def test_lanes_of_pairs_read_from_different_banks():
+    """Lane 4 g + t column g of rows 2 t and 2 t + 1; where columns are in another order, by it."""
+
+    def kernel(natural, in_order):
+        natural[cuda.threadIdx.x] = pairs(np.uint32(4096))
+        in_order[cuda.threadIdx.x] = pairs_in_order(np.uint32(4096))
+
+    natural, in_order = np.zeros((2, 32), np.uint32)
+    simulate_function(kernel, natural, in_order)
+    g, t = np.arange(32) // 4, np.arange(32) % 4
+    at = lambda row, column: 4096 + layout.swizzle128(128 * row + 4 * column)
+    for lanes, column in ((natural, g), (in_order, np.argsort(mma_tf32.ORDER)[g])):
+        np.testing.assert_array_equal(lanes, at(2 * t, column))
+        np.testing.assert_array_equal((lanes ^ 16) + 128, at(2 * t + 1, column))
+        for row in range(2):
+            assert len(set(at(2 * t + row, column) // 4 % 32)) == 32
 
 
 # --- lanes ----------------------------------------------------------------------------------------

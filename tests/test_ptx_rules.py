@@ -23,6 +23,7 @@ from flashnumba.ptx.cp_async import cp_async_commit_group, cp_async_row, cp_asyn
 from flashnumba.ptx.layout import descriptor_constant, k_major
 from flashnumba.ptx.memory import ld_global_row, st_global_row
 from flashnumba.ptx.mma import mma_rs, mma_ss
+from flashnumba.ptx.mma_tf32 import tf32_rs, tf32_ss
 from flashnumba.ptx.shared import (
     BASE,
     cvta_to_shared,
@@ -728,13 +729,16 @@ def test_a_product_takes_a_whole_warpgroup():
 # --- mma ------------------------------------------------------------------------------------------
 
 
-def multiply(a=BASE, b=BASE + 2048, lanes=32, shared=6144):
+def multiply(a=BASE, b=BASE + 2048, lanes=32, shared=6144, tf32=False):
     """Products of zeros: A (16, 16), B (16, 80) in two sub-tiles; `a` and `b` of lane 13 alone.
 
-    The others take the first 16 bytes of each factor.
+    The others take the first 16 bytes of each factor. Of TF32 numbers B is (8, 48).
     """
     ss = mma_ss(1, 80, 16, "float16", 16, 16, b_mn_major=True)
     rs = mma_rs(1, 80, 16, "float16", 16)
+    if tf32:
+        ss, rs = tf32_ss(1, 48, 8, 3, 16, 8, b_mn_major=True), tf32_rs(1, 48, 8, 3, 8)
+    type_ = np.float32 if tf32 else np.uint32
 
     def kernel(out):
         smem = cvta_to_shared(cuda.shared.array(0, np.uint8))
@@ -742,8 +746,8 @@ def multiply(a=BASE, b=BASE + 2048, lanes=32, shared=6144):
         for i in range(t, shared // 4, 32):
             st_shared_u32(smem + u32(4 * i), u32(0))
         cuda.syncthreads()
-        d, x = cuda.local.array(40, np.float32), cuda.local.array(4, np.uint32)
-        x[:] = 0
+        d, x = cuda.local.array(40, np.float32), cuda.local.array(4, type_)
+        d[:], x[:] = 0, 0
         a_at, b_at = (a, b) if t == 13 else (BASE, BASE + 2048)
         if t < lanes:
             ss(d, u32(a_at), u32(b_at))
@@ -767,10 +771,24 @@ def test_factors_must_be_in_shared_memory_and_aligned():
             multiply(b=wrong)
 
 
-def test_a_product_takes_a_whole_warp():
+def test_factors_of_tf32_must_be_in_shared_memory_and_aligned():
+    """16 bytes of A, single numbers of B: from two rows, of two sub-tiles."""
+    assert (multiply(tf32=True) == 0).all()
+    last = BASE + 6144 - 1024 - 128 - 128  # of the second sub-tile the last rows but one, two
+    assert (multiply(a=BASE + 6128, b=last, tf32=True) == 0).all()
+    for wrong in (BASE - 16, BASE + 6144, 0, BASE + 8):
+        with pytest.raises(SimulatorError, match="16 bytes at"):
+            multiply(a=wrong, tf32=True)
+    for wrong in (BASE - 128, last + 128, 0, BASE + 2048 + 2):
+        with pytest.raises(SimulatorError, match="4 bytes at"):
+            multiply(b=wrong, tf32=True)
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+def test_a_product_takes_a_whole_warp(tf32):
     """Half of it waits in vain."""
-    with pytest.raises(Deadlock, match="16 of 32 threads in mma_ss"):
-        multiply(lanes=16)
+    with pytest.raises(Deadlock, match="16 of 32 threads in (mma|tf32)_ss"):
+        multiply(lanes=16, tf32=tf32)
 
 
 # --- planted bugs ---------------------------------------------------------------------------------

@@ -55,16 +55,13 @@ def make_forward(config):
     TINY = f32(np.finfo(np.float32).tiny)  # stands for a scale of 0
     MINUS_FAR = i32(-(1 << 30))
     # Shared memory: Q, whose place O takes; K and V by slots; the tiles that the block visits and
-    # those that each warp does, four numbers each; where the block is; whether V was cleaned.
+    # those that each warp does, four numbers each; whether V was cleaned.
     KV_BYTES, SLOTS, Q_STEP = u32(config.kv_bytes), u32(STAGES), 128 * BLOCK_M
     K_AT = u32(config.q_bytes)
     V_AT = u32(K_AT + STAGES * KV_BYTES)
     VISITED = u32(V_AT + STAGES * KV_BYTES)
-    NUMBERS = u32(VISITED + 16 * (WARPS + 1))
-    ROW0, HEAD, KV_HEAD, BATCH, Q_LENGTH, KV_LENGTH, OFFSET, BAD = (
-        u32(NUMBERS + 4 * i) for i in range(8)
-    )
-    FOUR, TWELVE = u32(4), u32(12)
+    BAD = u32(VISITED + 16 * (WARPS + 1))
+    FOUR, EIGHT, TWELVE = u32(4), u32(8), u32(12)
 
     own_column, load_q, commit = block_copies(D, BLOCK_M, THREADS, TURING, ITEM)
     _, load_kv, _ = block_copies(D, BLOCK_N, THREADS, TURING, ITEM)
@@ -96,52 +93,25 @@ def make_forward(config):
         return u32(smem + V_AT + n % SLOTS * KV_BYTES)
 
     @inlined
-    def field(smem, i):
-        """A number about this block: it is not worth registers."""
-        return i32(ld_shared_u32(u32(smem + i)))
-
-    @inlined
-    def load(smem, n, n_block, begin, k, v):
+    def load(smem, n, n_block, begin, k, v, kv_length):
         """Tile number n of K and V; zeros where there is none, since a branch would cost more."""
-        row0 = i32(n_block * BLOCK_N)
-        end = field(smem, KV_LENGTH) if n_block >= begin else MINUS_FAR
+        row0, end = i32(n_block * BLOCK_N), kv_length if n_block >= begin else MINUS_FAR
         load_kv(k_slot(smem, n), k, row0, end)
         load_kv(v_slot(smem, n), v, row0, end)
         commit()
 
     @inlined
     def find_tiles(at, row0, rows, q_length, kv_length, offset, left, right):
-        """Write down which tiles of keys these rows visit."""
+        """Write down which tiles of keys these rows visit: it is not worth registers."""
         last = min(i32(row0 + rows), q_length) - 1
-        visited = tiles(row0, last, offset, left, right, kv_length, BLOCK_N)
+        begin, full_begin, full_end, end = tiles(
+            row0, last, offset, left, right, kv_length, BLOCK_N
+        )
         if lane_index() == 0:
-            for number in visited:
-                st_shared_u32(at, u32(number))
-                at = u32(at + FOUR)
-
-    @inlined
-    def find(smem, warp, lse, k, q_lengths, kv_lengths, left, right, upper_left, group):
-        """Write down where this block is, and which tiles it and each of its warps visit."""
-        heads, seqlen_q = u32(lse.shape[1]), i32(lse.shape[2])
-        m_blocks = u32((seqlen_q + BLOCK_M - 1) // BLOCK_M)
-        all_heads = u32(heads * u32(lse.shape[0]))
-        m_block, head = place(u32(cuda.blockIdx.x), u32(group), all_heads, m_blocks)
-        h, b = i32(head % heads), i32(head // heads)
-        kv_h = i32(u32(h) // u32(heads // u32(k.shape[2])))
-        q_length = i32(length(q_lengths, b, seqlen_q))
-        kv_length = i32(length(kv_lengths, b, i32(k.shape[1])))
-        offset = i32(alignment(q_length, kv_length, upper_left))
-        row0, rows = i32(m_block * u32(BLOCK_M)), i32(16 * TILES)
-        seen_by = q_length, kv_length, offset, left, right
-        own = u32(smem + VISITED + u32(16) * u32(warp + 1))
-        find_tiles(own, i32(row0 + warp * rows), rows, *seen_by)
-        if warp == 0:
-            find_tiles(u32(smem + VISITED), row0, i32(BLOCK_M), *seen_by)
-        if cuda.threadIdx.x == 0:
-            at = u32(smem + NUMBERS)
-            for number in (row0, h, kv_h, b, q_length, kv_length, offset, i32(0)):
-                st_shared_u32(at, u32(number))
-                at = u32(at + FOUR)
+            st_shared_u32(at, u32(begin))
+            st_shared_u32(u32(at + FOUR), u32(full_begin))
+            st_shared_u32(u32(at + EIGHT), u32(full_end))
+            st_shared_u32(u32(at + TWELVE), u32(end))
 
     @inlined
     def visits(at, n_block):
@@ -159,27 +129,19 @@ def make_forward(config):
         cuda.syncthreads()
 
     @inlined
-    def first_row(smem, warp):
-        """The first of a warp's rows."""
-        return i32(field(smem, ROW0) + warp * (16 * TILES))
-
-    @inlined
-    def hide(s, smem, warp, n_block, left, right):
-        """-inf where a query does not see a key."""
-        lane = u32(lane_index())
-        start = i32(n_block * BLOCK_N + i32(lane << ONE & u32(6)))
-        row = i32(first_row(smem, warp) + i32(lane >> u32(2)))
-        end, key = i32(field(smem, KV_LENGTH) - start), i32(row + field(smem, OFFSET) - start)
+    def hide(s, row0, n_block, kv_length, offset, left, right):
+        """-inf where a query does not see a key; row0 is this thread's first."""
+        start = i32(n_block * BLOCK_N + i32(u32(lane_index()) << ONE & u32(6)))
+        end, key = i32(kv_length - start), i32(row0 + offset - start)
         for r in range(ROWS):
             first = i32(key + 8 * r)
             mask(s, r, i32(first - left), min(i32(first + right + 1), end), MINUS_INF)
 
     @inlined
-    def write_lse(lse, smem, warp, m, l, inverse, scale):
+    def write_lse(lse, row0, q_length, m, l, inverse, scale):
         """lse = m + log l, and 1 / l; nothing seen: -inf, and 0."""
-        row, q_length = i32(first_row(smem, warp) + (lane_index() >> 2)), field(smem, Q_LENGTH)
         for r in range(ROWS):
-            q_idx = i32(row + 8 * r)
+            q_idx = i32(row0 + 8 * r)
             total = row_sum(l[r])
             seen = total != ZERO and q_idx < q_length
             if u32(lane_index()) & u32(3) == u32(0) and q_idx < lse.shape[0]:
@@ -188,13 +150,11 @@ def make_forward(config):
             inverse[r] = O_FACTOR * rcp(total) if seen else ZERO
 
     @inlined
-    def add_bad_rows(smem, warp, tile, v, left, right):
-        """O += what was kept from it, of the tiles that are masked."""
-        visited, row0 = u32(smem + VISITED), first_row(smem, warp)
-        q_length, kv_length = field(smem, Q_LENGTH), field(smem, KV_LENGTH)
-        offset = field(smem, OFFSET)
-        for n_block in range(field(visited, u32(0)), field(visited, TWELVE)):
-            if visits(visited, n_block)[1]:
+    def add_bad_rows(tile, row0, v, visited, q_length, kv_length, offset, left, right):
+        """O += what was kept from it, of the tiles where V is cleaned: masked, or of float32."""
+        begin, end = ld_shared_u32(visited), ld_shared_u32(u32(visited + TWELVE))
+        for n_block in range(i32(begin), i32(end)):
+            if visits(visited, n_block)[1] or not HALVES:
                 key = i32(n_block * BLOCK_N)
                 while key < min(i32(n_block * BLOCK_N + BLOCK_N), kv_length):
                     row = i32(key - offset - row0)  # sees this key, as do its neighbours
@@ -215,17 +175,36 @@ def make_forward(config):
         shift = cuda.local.array(ROWS, np.float32)
 
         scale = f32(scale * S_FACTOR)  # what is left out of s
-        find(smem, warp, lse, k, q_lengths, kv_lengths, left, right, upper_left, group)
+        heads, seqlen_q = u32(lse.shape[1]), i32(lse.shape[2])
+        m_blocks = u32((seqlen_q + BLOCK_M - 1) // BLOCK_M)
+        m_block, head = place(
+            u32(cuda.blockIdx.x), u32(group), u32(heads * u32(lse.shape[0])), m_blocks
+        )
+        h, b = head % heads, head // heads
+        kv_head = h // (heads // u32(k.shape[2]))
+        q_length = i32(length(q_lengths, b, seqlen_q))
+        kv_length = i32(length(kv_lengths, b, i32(k.shape[1])))
+        offset = alignment(q_length, kv_length, upper_left)
+        row0 = i32(m_block * u32(BLOCK_M))
+        own_row0 = i32(row0 + warp * (16 * TILES))
+        thread_row0 = i32(own_row0 + i32(u32(lane_index()) >> u32(2)))
+        visited = u32(smem + VISITED)
+        own = u32(visited + u32(16) * u32(warp + 1))
+        find_tiles(own, own_row0, i32(16 * TILES), q_length, kv_length, offset, left, right)
+        if warp == 0:
+            find_tiles(visited, row0, i32(BLOCK_M), q_length, kv_length, offset, left, right)
+        if cuda.threadIdx.x == 0:
+            st_shared_u32(u32(smem + BAD), u32(0))
         cuda.syncthreads()
-        visited, own = u32(smem + VISITED), u32(smem + VISITED + u32(16) * u32(warp + 1))
-        begin, n_block = uniform(field(visited, u32(0))), i32(uniform(field(visited, TWELVE)) - 1)
-        h, kv_h, b = field(smem, HEAD), field(smem, KV_HEAD), field(smem, BATCH)
+        begin, end = ld_shared_u32(visited), ld_shared_u32(u32(visited + TWELVE))
+        begin, n_block = uniform(begin), i32(uniform(end) - 1)
+
         column = own_column()
-        k_part, v_part = k[b, :, kv_h, column:], v[b, :, kv_h, column:]
-        load_q(smem, q[b, :, h, column:], field(smem, ROW0), field(smem, Q_LENGTH))
+        k_part, v_part = k[b, :, kv_head, column:], v[b, :, kv_head, column:]
+        load_q(smem, q[b, :, h, column:], row0, q_length)
         n = u32(0)
         for stage in range(STAGES - 1):
-            load(smem, u32(stage), i32(n_block - stage), begin, k_part, v_part)
+            load(smem, u32(stage), i32(n_block - stage), begin, k_part, v_part, kv_length)
         for r in range(ROWS):
             m[r], l[r], shift[r] = MINUS_INF, ZERO, ZERO
         for i in range(ACC_SIZE):
@@ -239,16 +218,16 @@ def make_forward(config):
             wait_tile()
             cuda.syncthreads()
             next_n, ahead = u32(n + u32(STAGES - 1)), i32(n_block - (STAGES - 1))
-            if to_clean:
+            if to_clean or not HALVES:  # an infinity times a low part of 0 would be NaN
                 clean_v(smem, n, warp)
             if sees:
                 gemm_qk(s, q_rows, u32(k_slot(smem, n) + of_k))
-                load(smem, next_n, ahead, begin, k_part, v_part)
+                load(smem, next_n, ahead, begin, k_part, v_part, kv_length)
                 if NEGATIVE:
                     for i in range(S_SIZE):
                         s[i] = -s[i]
                 if to_mask:
-                    hide(s, smem, warp, n_block, left, right)
+                    hide(s, thread_row0, n_block, kv_length, offset, left, right)
                 raised, large = softmax(s, m, l, a, shift, large, scale)
                 if raised:
                     rescale(acc, a)
@@ -258,21 +237,21 @@ def make_forward(config):
                 else:
                     gemm_pv(acc, s, u32(v_slot(smem, n) + of_v))
             else:
-                load(smem, next_n, ahead, begin, k_part, v_part)
+                load(smem, next_n, ahead, begin, k_part, v_part, kv_length)
             n, n_block = u32(n + ONE), i32(n_block - 1)
 
         wait_all()
         cuda.syncthreads()
-        h, kv_h, b = field(smem, HEAD), field(smem, KV_HEAD), field(smem, BATCH)
-        write_lse(lse[b, h], smem, warp, m, l, a, scale)
+        write_lse(lse[b, h], thread_row0, q_length, m, l, a, scale)
         divide(acc, a)
         tile = u32(smem + u32(warp * (2048 * TILES)))
         to_shared(acc, tile)
         cuda.syncwarp()
-        if field(smem, BAD) != 0:
-            add_bad_rows(smem, warp, tile, v[b, :, kv_h], left, right)
+        if ld_shared_u32(u32(smem + BAD)) != u32(0):
+            v_h = v[b, :, kv_head]
+            add_bad_rows(tile, own_row0, v_h, visited, q_length, kv_length, offset, left, right)
             cuda.syncwarp()
-        store_rows(o[b, :, h], tile, Q_STEP, 16 * TILES, first_row(smem, warp), i32(o.shape[1]))
+        store_rows(o[b, :, h], tile, Q_STEP, 16 * TILES, own_row0, seqlen_q)
 
     x = types.Array(types.uint16 if HALVES else types.float32, 4, "A")
     n = types.Array(types.int64, 1, "A")

@@ -30,21 +30,27 @@ from flashnumba.ptx.mma import fragment
 from flashnumba.ptx.shared import memory
 
 ORDER = np.array([0, 2, 4, 6, 1, 3, 5, 7])  # rows 2 t, then rows 2 t + 1
-LARGEST = 2.0**127  # a low part that is NaN, of an infinite number, becomes this
 
 
-def high_and_low(x):
-    """The two parts as tensor cores read them: their lowest 13 bits are cut off."""
-    bits = np.asarray(x, np.float32).view(np.uint32)
+def high_and_low(x, products=3):
+    """The two parts as tensor cores read them: their lowest 13 bits are cut off.
+
+    Of an infinite number low is 0, and 0 times infinity NaN: kernels keep infinities away. A NaN,
+    whose bits are all ones on a GPU, has -0 and NaN; but NaN where there is no low part.
+    """
+    x = np.asarray(x, np.float32)
+    bits = np.where(np.isnan(x), np.uint32(0x7FFFFFFF), x.view(np.uint32))
     high = ((bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
+    if products == 1:
+        high = np.where(np.isnan(x), x, high)
     with np.errstate(invalid="ignore"):
-        low = np.fmin(x - high, np.float32(LARGEST))
+        low = np.where(x == high, np.float32(0), x - high)
     return high, (low.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
 def multiply_parts(a, b, products):
     """A B^T of float32 matrices from their parts."""
-    (a_high, a_low), (b_high, b_low) = high_and_low(a), high_and_low(b)
+    (a_high, a_low), (b_high, b_low) = high_and_low(a, products), high_and_low(b, products)
     if products == 1:
         return a_high @ b_high.T
     return (a_low @ b_high.T + a_high @ b_low.T) + a_high @ b_high.T
@@ -118,9 +124,12 @@ def split(x, high, low, halved, products):
     text = ""
     for value, h, l in zip(x, high, low, strict=True):
         text += f"mul.f32 whole, {value}, 0f3F000000;\n" if halved else f"mov.b32 whole, {value};\n"
-        text += f"add.u32 {h}, whole, 4096;\nand.b32 {h}, {h}, 0xffffe000;\n"
-        if products == 3:
-            text += f"sub.f32 {l}, whole, {h};\nmin.f32 {l}, {l}, 0f7F000000;\n"
+        if products == 1:
+            text += f"cvt.rna.tf32.f32 {h}, whole;\n"
+        else:
+            text += f"add.u32 {h}, whole, 4096;\nand.b32 {h}, {h}, 0xffffe000;\n"
+            text += f"setp.eq.f32 same, whole, {h};\nsub.f32 {l}, whole, {h};\n"
+            text += f"selp.f32 {l}, 0f00000000, {l}, same;\n"
     return text
 
 
@@ -150,7 +159,7 @@ def whole_product(tiles, n, steps, a, b, add, products):
     ]
     size = 8 * tiles * parts
     text = f".reg .b32 whole, ah<{4 * tiles * kept}>, al<{4 * tiles * kept}>, bh<4>, bl<4>;\n"
-    text += f".reg .f32 part<{size}>;\n" + b.start()
+    text += f".reg .f32 part<{size}>;\n.reg .pred same;\n" + b.start()
     clear = "".join(f"mov.f32 part{j}, 0f00000000;\n" for j in range(size))
 
     def load_a(k):
