@@ -107,10 +107,11 @@ def make_convert(config):
         row = warp % u32(SPLIT) * u32(16 * TILES)
         for part in range(PASSES):
             if HOPPER:
-                for i in range(part * SIZE // 4, (part + 1) * SIZE // 4):
-                    ld_global_v4_f32(x, parts[b, h, m_block], u32(thread + u32(THREADS * i)))
+                for i in range(SIZE // 4):
+                    four = u32(thread + u32(THREADS) * u32(part * (SIZE // 4) + i))
+                    ld_global_v4_f32(x, parts[b, h, m_block], four)
                     for j in range(4):
-                        acc[(4 * i + j) % SIZE] = x[j] * scale
+                        acc[4 * i + j] = x[j] * scale
             else:
                 for i in range(SIZE):
                     number = thread + u32(THREADS * (SIZE * part + i))
