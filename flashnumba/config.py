@@ -111,8 +111,33 @@ def choose_simt(dtype, head_dim, head_dim_v, simulated=False):
     return SimtConfig(dtype, 16, 16, 4, 4, d_tile, d_slice)
 
 
+class MmaTiles:
+    """What follows from the sizes that both configurations below have."""
+
+    @property
+    def threads(self):
+        return 32 * self.warps
+
+    @property
+    def itemsize(self):
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def row_bytes(self):
+        """Of a row of a tile in shared memory: whole sub-tiles of 128 bytes."""
+        return -(-self.head_dim * self.itemsize // 128) * 128
+
+    @property
+    def q_bytes(self):
+        return self.block_m * self.row_bytes
+
+    @property
+    def kv_bytes(self):
+        return self.block_n * self.row_bytes
+
+
 @dataclass(frozen=True)
-class MmaConfig:
+class MmaConfig(MmaTiles):
     """Tiles of kernels/forward_mma.py.
 
     `warps` own 16 * `tiles` query rows each and walk the keys `block_n` at a time. `head_dim` is
@@ -136,34 +161,13 @@ class MmaConfig:
         return 16 * self.tiles * self.warps
 
     @property
-    def threads(self):
-        return 32 * self.warps
-
-    @property
-    def itemsize(self):
-        return 4 if self.dtype == "float32" else 2
-
-    @property
-    def row_bytes(self):
-        """Of a row of a tile in shared memory: whole sub-tiles of 128 bytes."""
-        return -(-self.head_dim * self.itemsize // 128) * 128
-
-    @property
-    def q_bytes(self):
-        return self.block_m * self.row_bytes
-
-    @property
-    def kv_bytes(self):
-        return self.block_n * self.row_bytes
-
-    @property
     def shared_bytes(self):
         small = 16 * (self.warps + 2)  # which tiles are visited, a flag
         return self.q_bytes + 2 * self.stages * self.kv_bytes + small
 
 
 @dataclass(frozen=True)
-class MmaBackwardConfig:
+class MmaBackwardConfig(MmaTiles):
     """Tiles of kernels/backward_mma.py: `block_n` keys, and the queries `block_m` at a time.
 
     Each product is split among the warps in its own way: so many of them side by side along the
@@ -185,27 +189,6 @@ class MmaBackwardConfig:
     deterministic: bool = False  # blocks add to dq in the order of their keys
     products: int = 3  # of TF32 numbers for one of float32; 1 is plain TF32
     blocks: int = 1
-
-    @property
-    def threads(self):
-        return 32 * self.warps
-
-    @property
-    def itemsize(self):
-        return 4 if self.dtype == "float32" else 2
-
-    @property
-    def row_bytes(self):
-        """Of a row of a tile in shared memory: whole sub-tiles of 128 bytes."""
-        return -(-self.head_dim * self.itemsize // 128) * 128
-
-    @property
-    def q_bytes(self):
-        return self.block_m * self.row_bytes
-
-    @property
-    def kv_bytes(self):
-        return self.block_n * self.row_bytes
 
     @property
     def p_bytes(self):

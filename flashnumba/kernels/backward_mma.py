@@ -191,6 +191,24 @@ def make_backward(config):
             x[2 * j], x[2 * j + 1] = pair[0], pair[1]
 
     @inlined
+    def probabilities(s, lse, scale_log2):
+        """s becomes p = e^(s - lse)."""
+        for j in range(QUERIES // 8):
+            for r in range(2 * S_TILES):
+                for x in range(2):
+                    i = r // 2 * (QUERIES // 2) + 4 * j + r % 2 * 2 + x
+                    s[i] = ex2(s[i] * scale_log2 - lse[2 * j + x])
+
+    @inlined
+    def score_gradients(dp, p, delta):
+        """dp becomes ds = p (dp - delta)."""
+        for j in range(QUERIES // 8):
+            for r in range(2 * S_TILES):
+                for x in range(2):
+                    i = r // 2 * (QUERIES // 2) + 4 * j + r % 2 * 2 + x
+                    dp[i] = p[i] * (FACTOR * dp[i] - delta[2 * j + x])
+
+    @inlined
     def add_poison(smem, key0, s):
         """Scores of keys that are not finite become NaN."""
         row = u32(key0 + (u32(lane_index()) >> u32(2)))
@@ -327,20 +345,12 @@ def make_backward(config):
             to_mask = masked_tile(smem, m_block)
             key0, query0 = i32(kv_row0 + i32(s_key)), i32(m_block * BLOCK_M + i32(s_query))
             read_stats(smem, n, s_query, 0, lse)
-            for j in range(QUERIES // 8):
-                for r in range(2 * S_TILES):
-                    for x in range(2):
-                        i = r // 2 * (QUERIES // 2) + 4 * j + r % 2 * 2 + x
-                        s[i] = ex2(s[i] * scale_log2 - lse[2 * j + x])
+            probabilities(s, lse, scale_log2)
             if to_mask:
                 hide(s, smem, key0, query0, left, right)
             p_to_shared(s, u32(smem + P + p_own))
             read_stats(smem, n, s_query, 1, delta)
-            for j in range(QUERIES // 8):
-                for r in range(2 * S_TILES):
-                    for x in range(2):
-                        i = r // 2 * (QUERIES // 2) + 4 * j + r % 2 * 2 + x
-                        dp[i] = s[i] * (FACTOR * dp[i] - delta[2 * j + x])
+            score_gradients(dp, s, delta)
             if to_mask:
                 hide(dp, smem, key0, query0, left, right)
             p_to_shared(dp, u32(smem + DS + p_own))
@@ -369,15 +379,8 @@ def make_backward(config):
             dv_acc[i] *= FACTOR
         first, stop = i32(d_column), i32(d_column) + COLUMNS
         write(smem, dk_acc, dk[b, :, kv_head, first:stop], d_key, d_column, kv_row0, seqlen_kv)
-        write(
-            u32(smem + V),
-            dv_acc,
-            dv[b, :, kv_head, first:stop],
-            d_key,
-            d_column,
-            kv_row0,
-            seqlen_kv,
-        )
+        dv_part = dv[b, :, kv_head, first:stop]
+        write(u32(smem + V), dv_acc, dv_part, d_key, d_column, kv_row0, seqlen_kv)
 
     x = types.Array(types.uint16 if ITEM == 2 else types.float32, 4, "A")
     n = types.Array(types.int64, 1, "A")

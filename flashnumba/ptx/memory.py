@@ -24,6 +24,8 @@ def sixteen_bytes(x, row, pitch, offset):
 
 def row_of(parts, x, row, pitch, inside, width):
     """16 bytes from every 128 of a row; zeros past `width` bytes, and all zeros if not `inside`."""
+    if inside not in (0, 16):
+        raise SimulatorError(f"{inside=} must be 0 or 16: how many bytes of each are read")
     for i in range(parts):
         if inside and width > 128 * i:
             yield sixteen_bytes(x, row, pitch, 128 * i)
