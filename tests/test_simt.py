@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,7 +17,7 @@ from calls import DTYPES, MASKS, RESULTS, assert_same_bits, check, masks, proble
 from conftest import GPU
 
 import flashnumba as fn
-from flashnumba import config, kernels, launches, simulate
+from flashnumba import config, launches, simulate
 from flashnumba.device import tile as tile_module
 from flashnumba.kernels import simt
 
@@ -213,7 +214,7 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_kernel_is_caught(name, monkeypatch):
     """A missing barrier reads what is not written yet; wrong arithmetic breaks the rule."""
-    monkeypatch.setattr(kernels, "simt", mutant(*MUTANTS[name]))
+    monkeypatch.setitem(sys.modules, simt.__name__, mutant(*MUTANTS[name]))
     p = problem(18, 19, heads=4, heads_kv=2, dim=20)
     verify = functools.partial(check, "simulator", p, causal=True, q_lengths=[17])
     if name == "unchanged":
