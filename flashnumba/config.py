@@ -236,6 +236,11 @@ class WgmmaConfig:
         return 64 * self.consumers
 
     @property
+    def lanes(self):
+        """That arrive for a warp; all, where each moves data itself."""
+        return 1 if self.tma else 32
+
+    @property
     def threads(self):
         return 128 * (self.consumers + 1)
 
@@ -265,10 +270,14 @@ class WgmmaConfig:
         return min(self.head_dim, 128)
 
     @property
+    def o_bytes(self):
+        """Of those columns in shared memory."""
+        return 2 * self.block_m * self.o_columns
+
+    @property
     def shared_bytes(self):
         tiles = self.q_slots * self.q_bytes + 2 * self.stages * self.kv_bytes
-        out = 2 * self.block_m * self.o_columns
-        return tiles + out + 1024  # barriers, descriptions of works, scratch
+        return tiles + self.o_bytes + 1024  # barriers, descriptions of works, scratch
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from flashnumba.kernels import (
     backward_block,
     backward_mma,
     backward_wgmma,
+    forward_block,
     forward_mma,
     forward_wgmma,
 )
@@ -257,7 +258,7 @@ def test_the_mma_backward_without_a_bug(dtype):
 
 @pytest.mark.parametrize("bug", LINES)
 def test_a_bug_in_the_forward_is_found(bug, monkeypatch):
-    broken(monkeypatch, *LINES[bug], forward_wgmma)
+    broken(monkeypatch, *LINES[bug], forward_block, forward_wgmma)
     with pytest.raises(FOUND):
         check_forward("simulator-wgmma", *example())
 

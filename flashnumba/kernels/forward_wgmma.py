@@ -21,13 +21,7 @@ has the tensor cores. Key tiles come from the last to the first, so causal's mas
 first; a tile that only other consumers' rows see is given back unused. O leaves by a tile of each
 warp in shared memory, 128 columns at a time, so that the next Q need not wait for it.
 
-Events, by slots of rings (descriptions of works have WORK_SLOTS, Q has Q_SLOTS, K and V STAGES):
-
-    work_full   a work is described         work_empty  every consumer is done with it
-    q_full      Q is there                  q_empty     every consumer has its last scores
-    k_full      K is there                  k_empty     every consumer has its scores
-    v_full      V is there                  v_empty     every consumer has added it
-    v_ready     ... and guarded
+Loads, guards and events are in forward_block.py.
 
 Source: Shah et al., FlashAttention-3 (2024): warp roles, two products in flight.
 """
@@ -42,37 +36,30 @@ from flashnumba.config import Kernel
 from flashnumba.device import inlined
 from flashnumba.device.copy import copies
 from flashnumba.device.fragment import descriptor, output, scores
-from flashnumba.device.guard import guard
-from flashnumba.device.pipeline import lane_index, ring
+from flashnumba.device.pipeline import lane_index
 from flashnumba.device.sequence import (
     BAD,
     BATCH,
-    BEGIN,
-    DESCRIPTION_BYTES,
     END,
     HEAD,
-    KV_HEAD,
-    KV_LENGTH,
-    Q_LENGTH,
     ROW0,
     ROW_END,
-    WRITERS,
-    alignment,
-    descriptions,
-    leave_works,
-    next_work,
 )
-from flashnumba.device.softmax import online_softmax, row_sum
-from flashnumba.ptx.barrier import (
-    bar_sync,
-    fence_mbarrier_init,
-    mbarrier_init,
-    setmaxnreg_dec,
-    setmaxnreg_inc,
+from flashnumba.device.softmax import online_softmax
+from flashnumba.kernels.forward_block import (
+    GUARDS,
+    ONE,
+    barriers,
+    consumer,
+    events,
+    guards,
+    layout,
+    loader,
+    works,
 )
+from flashnumba.ptx.barrier import setmaxnreg_dec, setmaxnreg_inc
 from flashnumba.ptx.layout import descriptor_constant, k_major, mn_major
 from flashnumba.ptx.shared import cvta_to_shared, fence_proxy_async, st_shared_f32_if_negative
-from flashnumba.ptx.thread import lg2, rcp
 from flashnumba.ptx.tma import cp_async_bulk_wait_group
 from flashnumba.ptx.wgmma import (
     wgmma_commit_group,
@@ -92,40 +79,27 @@ i32, u32, u64, f32 = np.int32, np.uint32, np.uint64, np.float32
 def make_forward(config):
     """o and lse."""
     D, BLOCK_M, BLOCK_N = config.head_dim, config.block_m, config.block_n
-    CONSUMERS, STAGES = config.consumers, config.stages
-    Q_SLOTS, WORK_SLOTS, GUARDS = config.q_slots, 4, i32(2)
-    LANES = 1 if config.tma else 32  # that arrive for a warp; all, where each moves data itself
-    NEGATIVE, OVERLAP = config.negative, config.q_slots > 1
+    STAGES, NEGATIVE, OVERLAP = config.stages, config.negative, config.q_slots > 1
     S_SIZE, P_SIZE, ACC_SIZE = BLOCK_N // 2, BLOCK_N // 4, D // 2
     K_MAJOR, MN_MAJOR = u64(descriptor_constant()), u64(descriptor_constant(128 * BLOCK_N))
-    MINUS_INF, ZERO, LN2 = f32(-np.inf), f32(0), f32(np.log(2))
-    TINY = f32(np.finfo(np.float32).tiny)  # stands for a scale of 0
-    ONE, ROWS_64, Q_ROWS, KV_ROWS = u32(1), u32(64 * 128), i32(BLOCK_M), i32(BLOCK_N)
-
-    # Shared memory: Q, K, V, a warp's rows of O, barriers of each event, descriptions, scratch.
+    ROWS_64 = u32(64 * 128)
     O_COLUMNS, O_BYTES = i32(config.o_columns), u32(2 * 16 * config.o_columns)
-    Q_BYTES, KV_BYTES = u32(config.q_bytes), u32(config.kv_bytes)
-    Q_RING, KV_RING = u32(Q_SLOTS), u32(STAGES)
-    K_AT = u32(Q_SLOTS * Q_BYTES)
-    V_AT = u32(K_AT + STAGES * KV_BYTES)
-    O_AT = u32(V_AT + STAGES * KV_BYTES)
-    EVENTS = u32(O_AT + 4 * CONSUMERS * O_BYTES)
-    WORK_FULL, WORK_EMPTY = (u32(EVENTS + 8 * WORK_SLOTS * i) for i in range(2))
-    Q_FULL, Q_EMPTY = (u32(WORK_EMPTY + 8 * (WORK_SLOTS + Q_SLOTS * i)) for i in range(2))
-    K_FULL, K_EMPTY, V_FULL, V_READY, V_EMPTY = (
-        u32(Q_EMPTY + 8 * (Q_SLOTS + STAGES * i)) for i in range(5)
-    )
-    WORKS_AT = u32(V_EMPTY + 8 * STAGES)
-    SCRATCH = u32(WORKS_AT + DESCRIPTION_BYTES * WORK_SLOTS)
-    assert SCRATCH + 4 <= config.shared_bytes
-    READERS = u32(128 * CONSUMERS + 32 * int(GUARDS))  # of descriptions
-    work_event, wait_work, wait_work_before, arrive_work = ring(WORK_SLOTS)
-    q_event, wait_q, wait_q_before, arrive_q = ring(Q_SLOTS)
-    kv_event, wait_kv, wait_kv_before, arrive_kv = ring(STAGES)
-    find, describe, write, field, tiles_of, masked = descriptions(
-        WORKS_AT, WORK_SLOTS, BLOCK_M, BLOCK_N
-    )
 
+    to, of = layout(config), consumer(config)
+    q_slot, k_slot, v_slot, O_AT, SCRATCH = to.q_slot, to.k_slot, to.v_slot, to.O, to.SCRATCH
+    WORK_EMPTY, Q_FULL, Q_EMPTY, K_FULL, K_EMPTY = (
+        to.WORK_EMPTY, to.Q_FULL, to.Q_EMPTY, to.K_FULL, to.K_EMPTY,
+    )  # fmt: skip
+    V_READY, V_EMPTY = to.V_READY, to.V_EMPTY
+    _, _, _, arrive_work = events(config).work
+    _, wait_q, _, arrive_q = events(config).q
+    _, wait_kv, _, _ = events(config).kv
+    _, _, _, field, _, _ = works(config)
+    consumer_of, hide, speaks, give_back = of.consumer_of, of.hide, of.speaks, of.give_back
+    restart, close, add_bad_rows, skip, visit = (
+        of.restart, of.close, of.add_bad_rows, of.skip, of.visit,
+    )  # fmt: skip
+    make_barriers, load, guard_v = barriers(config), loader(config), guards(config)
     q_steps, k_steps = (
         tuple(k_major(rows, k) for k in range(D // 16)) for rows in (BLOCK_M, BLOCK_N)
     )
@@ -136,140 +110,10 @@ def make_forward(config):
     wait_acc, zero_acc = wgmma_wait_group(0, ACC_SIZE), zero(ACC_SIZE)
     release_registers = setmaxnreg_dec(config.registers[0])
     take_registers = setmaxnreg_inc(config.registers[1])
-    see_map, load_tile, store_rows, wait_stores = copies(D, config.tma)
-    of_v = guard(config.dtype, BLOCK_N, D)
-    clean, restore = of_v.clean, of_v.restore
+    see_map, _, store_rows, wait_stores = copies(D, config.tma)
     softmax = online_softmax(BLOCK_N)
-    mask, to_halves, _ = scores(config.dtype, BLOCK_N)
+    _, to_halves, _ = scores(config.dtype, BLOCK_N)
     rescale, divide, to_shared = output(config.dtype, D)
-
-    @inlined
-    def q_slot(smem, turn):
-        return smem + turn % Q_RING * Q_BYTES
-
-    @inlined
-    def k_slot(smem, n):
-        return smem + K_AT + n % KV_RING * KV_BYTES
-
-    @inlined
-    def v_slot(smem, n):
-        return smem + V_AT + n % KV_RING * KV_BYTES
-
-    # --- warp 0: load --------------------------------------------------------------------
-
-    @inlined
-    def load_kv(smem, turn, n, n_block, slot, empty, full, x, x_map):
-        wait_kv_before(smem, empty, n)
-        h, b = field(smem, turn, KV_HEAD), field(smem, turn, BATCH)
-        row0 = i32(n_block * BLOCK_N)
-        load_tile(slot, x, x_map, kv_event(smem, full, n), KV_ROWS, row0, h, b)
-
-    @inlined
-    def load_k(smem, turn, n, n_block, k, k_map):
-        load_kv(smem, turn, n, n_block, k_slot(smem, n), K_EMPTY, K_FULL, k, k_map)
-
-    @inlined
-    def load_v(smem, turn, n, n_block, v, v_map):
-        load_kv(smem, turn, n, n_block, v_slot(smem, n), V_EMPTY, V_FULL, v, v_map)
-
-    @inlined
-    def load_last_v(smem, turn, n, v, v_map):
-        """Of the work before `turn`, whose last tile is number n - 1."""
-        if turn > u32(0):
-            before = u32(turn - ONE)
-            load_v(smem, before, u32(n - ONE), field(smem, before, BEGIN), v, v_map)
-
-    @inlined
-    def load(
-        smem, q, k, v, lse, q_map, k_map, v_map, q_lengths, kv_lengths, counter,
-        left, right, upper_left, works, group,
-    ):  # fmt: skip
-        """K is one tile ahead of V, as the consumers use them; with OVERLAP across works."""
-        lane, work, turn, n = lane_index(), i32(cuda.blockIdx.x), u32(0), u32(0)
-        see_map(q_map)
-        see_map(k_map)
-        see_map(v_map)
-        while work < works:
-            if not OVERLAP:
-                load_last_v(smem, turn, n, v, v_map)
-            visited, rows = find(
-                work, group, lse, v, q_lengths, kv_lengths, left, right, upper_left
-            )
-            wait_work_before(smem, WORK_EMPTY, turn)
-            describe(smem, turn, visited, rows)
-            if lane < WRITERS:
-                arrive_work(smem, WORK_FULL, turn)
-            wait_q_before(smem, Q_EMPTY, turn)
-            row0, h, b = field(smem, turn, ROW0), field(smem, turn, HEAD), field(smem, turn, BATCH)
-            full = q_event(smem, Q_FULL, turn)
-            load_tile(q_slot(smem, turn), q, q_map, full, Q_ROWS, row0, h, b)
-            n_block = i32(field(smem, turn, END) - 1)
-            load_k(smem, turn, n, n_block, k, k_map)
-            if OVERLAP:
-                load_last_v(smem, turn, n, v, v_map)
-            work = next_work(counter)
-            while n_block > field(smem, turn, BEGIN):
-                load_k(smem, turn, u32(n + ONE), i32(n_block - 1), k, k_map)
-                load_v(smem, turn, n, n_block, v, v_map)
-                n_block = i32(n_block - 1)
-                n = u32(n + ONE)
-            n = u32(n + ONE)
-            turn = u32(turn + ONE)
-        if not OVERLAP:
-            load_last_v(smem, turn, n, v, v_map)
-        wait_work_before(smem, WORK_EMPTY, turn)
-        if lane == 0:
-            write(smem, turn, END, i32(0))  # there is no such work
-        if lane < WRITERS:
-            arrive_work(smem, WORK_FULL, turn)
-        if OVERLAP:
-            load_last_v(smem, turn, n, v, v_map)
-        leave_works(counter)
-
-    # --- warps 1 and 2: guard ------------------------------------------------------------
-
-    @inlined
-    def guard_v(smem, warp):
-        lane, turn, n = lane_index(), u32(0), u32(0)
-        wait_work(smem, WORK_FULL, turn)
-        while field(smem, turn, END) > 0:
-            n_block, begin = field(smem, turn, END), field(smem, turn, BEGIN)
-            while n_block > begin:
-                n_block = i32(n_block - 1)
-                wait_kv(smem, V_FULL, n)
-                if masked(smem, turn, n_block) and clean(v_slot(smem, n), i32(warp - 1), GUARDS):
-                    if lane == 0:
-                        write(smem, turn, BAD, i32(1))
-                cuda.syncwarp()  # no lane reads the description after the last arrival
-                if lane < LANES:
-                    arrive_kv(smem, V_READY, n)
-                n = u32(n + ONE)
-            arrive_work(smem, WORK_EMPTY, turn)
-            turn = u32(turn + ONE)
-            wait_work(smem, WORK_FULL, turn)
-
-    # --- warps 4 and up: consume ---------------------------------------------------------
-
-    @inlined
-    def consumer_of(warp):
-        return u32(u32(warp) >> u32(2)) - ONE
-
-    @inlined
-    def rows_of(warp):
-        """Of a thread: its row in the tile (and row + 8), its first column (and the next)."""
-        lane = u32(lane_index())
-        return i32(warp * 16 - 64 + i32(lane >> u32(2))), i32(lane << ONE & u32(6))
-
-    @inlined
-    def speaks():
-        """Whether this is the thread that arrives for its consumer."""
-        return u32(cuda.threadIdx.x) & u32(127) == u32(0)
-
-    @inlined
-    def give_back(smem, event, n):
-        """A consumer has read tile n."""
-        if speaks():
-            arrive_kv(smem, event, n)
 
     @inlined
     def issue_qk(smem, warp, turn, n, s):
@@ -305,16 +149,7 @@ def make_forward(config):
             for i in range(S_SIZE):
                 s[i] = -s[i]
         if to_mask:
-            row, column = rows_of(warp)
-            q_length, kv_length = field(smem, turn, Q_LENGTH), field(smem, turn, KV_LENGTH)
-            start = i32(n_block * BLOCK_N + column)
-            end = i32(kv_length - start)
-            offset = alignment(q_length, kv_length, upper_left)
-            key = i32(field(smem, turn, ROW0) + row + offset - start)
-            for r in range(2):
-                mask(
-                    s, r, i32(key + 8 * r - left), min(i32(key + 8 * r + right + 1), end), MINUS_INF
-                )
+            hide(smem, warp, turn, n_block, s, left, right, upper_left)
         raised, large = softmax(s, m, l, a, shift, large, scale)
         # ptxas would move the wait for acc before the exponentials, and tensor cores and softmax
         # would no longer overlap (D 256, T 16384: 655 against 732 TFLOP/s). The sum of
@@ -326,43 +161,6 @@ def make_forward(config):
     def finish_acc(smem, n, acc):
         wait_acc(acc)
         give_back(smem, V_EMPTY, n)
-
-    @inlined
-    def restart(m, l, shift):
-        for r in range(2):
-            m[r], l[r], shift[r] = MINUS_INF, ZERO, ZERO
-
-    @inlined
-    def close(smem, warp, turn, m, l, inverse, lse, scale):
-        """lse = m + log l, and 1 / l; nothing seen: -inf, and 0."""
-        row, column = rows_of(warp)
-        for r in range(2):
-            q_idx = i32(field(smem, turn, ROW0) + row + 8 * r)
-            total = row_sum(l[r])
-            seen = total != ZERO and q_idx < field(smem, turn, Q_LENGTH)
-            if column == 0 and q_idx < field(smem, turn, ROW_END):
-                log_m = m[r] * f32(scale * LN2) if scale > TINY else ZERO
-                value = log_m + lg2(total) * LN2
-                h, b = field(smem, turn, HEAD), field(smem, turn, BATCH)
-                lse[b, h, q_idx] = value if seen else MINUS_INF
-            inverse[r] = rcp(total) if seen else ZERO
-
-    @inlined
-    def add_bad_rows(smem, turn, tile, row0, column0, v, left, right, upper_left):
-        """O += what was kept from it, of the tiles that are masked."""
-        q_length, kv_length = field(smem, turn, Q_LENGTH), field(smem, turn, KV_LENGTH)
-        offset = alignment(q_length, kv_length, upper_left)
-        for n_block in range(field(smem, turn, BEGIN), field(smem, turn, END)):
-            if masked(smem, turn, n_block):
-                key = i32(n_block * BLOCK_N)
-                end = min(i32(key + BLOCK_N), kv_length)
-                while key < end:
-                    row = i32(key - offset - row0)  # sees this key, as do its neighbours
-                    first = max(i32(row - right), i32(0))
-                    last = min(i32(row + left + 1), i32(q_length - row0), i32(16))
-                    v_row = v[field(smem, turn, BATCH), key, field(smem, turn, KV_HEAD)]
-                    restore(tile, O_COLUMNS, v_row, column0, first, last, u32(2048))
-                    key = i32(key + 1)
 
     @inlined
     def write_o(smem, warp, turn, column0, acc, v, o, o_map, left, right, upper_left):
@@ -389,31 +187,6 @@ def make_forward(config):
             write_o(smem, warp, turn, O_COLUMNS, acc, v, o, o_map, left, right, upper_left)
         arrive_work(smem, WORK_EMPTY, turn)  # by all lanes, so that racecheck can follow
         zero_acc(acc)
-
-    @inlined
-    def skip(smem, warp, n, tiles):
-        """Give back tiles that only other consumers need; what comes after them.
-
-        All warps must have waited before one gives back: where a barrier is two phases on, a wait
-        cannot tell.
-        """
-        while tiles > 0:
-            wait_kv(smem, K_FULL, n)
-            wait_kv(smem, V_READY, n)
-            bar_sync(u32(ONE + consumer_of(warp)), u32(128))
-            give_back(smem, K_EMPTY, n)
-            give_back(smem, V_EMPTY, n)
-            n = u32(n + ONE)
-            tiles = i32(tiles - 1)
-        return n
-
-    @inlined
-    def visit(smem, warp, turn):
-        """The next work is there: how many tiles are before this consumer's, its own, and after."""
-        wait_work(smem, WORK_FULL, turn)
-        begin, full_begin, full_end, end = tiles_of(smem, turn, consumer_of(warp))
-        before, after = i32(field(smem, turn, END) - end), i32(begin - field(smem, turn, BEGIN))
-        return before, begin, full_begin, full_end, end, after
 
     @inlined
     def consume(smem, warp, v, o, lse, o_map, scale, left, right, upper_left):
@@ -495,23 +268,6 @@ def make_forward(config):
                 n = next_n
         if lane_index() == 0:
             cp_async_bulk_wait_group()
-
-    @inlined
-    def make_barriers(smem):
-        lanes, consumers = u32(LANES), u32(CONSUMERS)
-        for i in range(WORK_SLOTS):
-            mbarrier_init(work_event(smem, WORK_FULL, u32(i)), u32(WRITERS))
-            mbarrier_init(work_event(smem, WORK_EMPTY, u32(i)), READERS)
-        for i in range(Q_SLOTS):
-            mbarrier_init(q_event(smem, Q_FULL, u32(i)), lanes)
-            mbarrier_init(q_event(smem, Q_EMPTY, u32(i)), consumers)
-        for i in range(STAGES):
-            mbarrier_init(kv_event(smem, K_FULL, u32(i)), lanes)
-            mbarrier_init(kv_event(smem, K_EMPTY, u32(i)), consumers)
-            mbarrier_init(kv_event(smem, V_FULL, u32(i)), lanes)
-            mbarrier_init(kv_event(smem, V_READY, u32(i)), u32(GUARDS * LANES))
-            mbarrier_init(kv_event(smem, V_EMPTY, u32(i)), consumers)
-        fence_mbarrier_init()
 
     def forward(
         q, k, v, o, lse, q_map, k_map, v_map, o_map, q_lengths, kv_lengths, counter,
