@@ -54,7 +54,7 @@ TINY = f32(np.finfo(np.float32).tiny)  # stands for a scale of 0
 def layout(config):
     """Where things are in shared memory: Q, K, V, rows of O, barriers, descriptions, scratch.
 
-    With slots of the rings, and the waits and arrivals of their events.
+    `q_slot`, `k_slot` and `v_slot` say where tile number n of a ring lies.
     """
     to = SimpleNamespace()
     stages, q_slots = config.stages, config.q_slots
@@ -62,8 +62,8 @@ def layout(config):
     to.K = u32(q_slots * to.Q_BYTES)
     to.V = u32(to.K + stages * to.KV_BYTES)
     to.O = u32(to.V + stages * to.KV_BYTES)
-    events = u32(to.O + config.o_bytes)
-    to.WORK_FULL, to.WORK_EMPTY = (u32(events + 8 * WORK_SLOTS * i) for i in range(2))
+    first = u32(to.O + config.o_bytes)
+    to.WORK_FULL, to.WORK_EMPTY = (u32(first + 8 * WORK_SLOTS * i) for i in range(2))
     to.Q_FULL, to.Q_EMPTY = (u32(to.WORK_EMPTY + 8 * (WORK_SLOTS + q_slots * i)) for i in range(2))
     to.K_FULL, to.K_EMPTY, to.V_FULL, to.V_READY, to.V_EMPTY = (
         u32(to.Q_EMPTY + 8 * (q_slots + stages * i)) for i in range(5)
@@ -234,8 +234,7 @@ def guards(config):
 @cache
 def consumer(config):
     """What a warp that computes does beside its products."""
-    to = layout(config)
-    BLOCK_N = config.block_n
+    to, BLOCK_N = layout(config), config.block_n
     WORK_FULL, K_FULL, K_EMPTY = to.WORK_FULL, to.K_FULL, to.K_EMPTY
     V_READY, V_EMPTY = to.V_READY, to.V_EMPTY
     _, wait_work, _, _ = events(config).work
@@ -342,7 +341,6 @@ def consumer(config):
 
     return SimpleNamespace(
         consumer_of=consumer_of,
-        rows_of=rows_of,
         speaks=speaks,
         give_back=give_back,
         hide=hide,
@@ -363,7 +361,8 @@ def barriers(config):
     WORK_FULL, WORK_EMPTY, Q_FULL, Q_EMPTY = to.WORK_FULL, to.WORK_EMPTY, to.Q_FULL, to.Q_EMPTY
     K_FULL, K_EMPTY, V_FULL = to.K_FULL, to.K_EMPTY, to.V_FULL
     V_READY, V_EMPTY = to.V_READY, to.V_EMPTY
-    work_event, q_event, kv_event = (x[0] for x in vars(events(config)).values())
+    of = events(config)
+    work_event, q_event, kv_event = of.work[0], of.q[0], of.kv[0]
 
     @inlined
     def make_barriers(smem):
