@@ -71,6 +71,25 @@ def leave_works(counter):
 
 
 @cache
+def query_tiles(block_m, block_n):
+    """Which tiles of `block_m` queries see a tile of `block_n` keys, and which see all of it."""
+    BLOCK_M, BLOCK_N = block_m, block_n
+
+    @inlined
+    def tiles_of(n_block, q_length, kv_length, offset, left, right):
+        """(begin, full_begin, full_end, end) of the query tiles that see a block's keys."""
+        first = i32(n_block * BLOCK_N)
+        last = min(i32(first + BLOCK_N), kv_length) - 1
+        begin, full_begin, full_end, end = tiles(
+            first, last, -offset, right, left, q_length, BLOCK_M
+        )
+        full_end = i32(full_end) if first + BLOCK_N <= kv_length else i32(full_begin)
+        return i32(begin), i32(full_begin), full_end, i32(end)
+
+    return tiles_of
+
+
+@cache
 def descriptions(at, slots, block_m, block_n):
     """(find, describe, write, field, tiles_of, masked) of works in `slots` slots from byte `at`."""
     AT, SLOTS, BYTES, CONSUMERS = u32(at), u32(slots), u32(DESCRIPTION_BYTES), block_m // 64

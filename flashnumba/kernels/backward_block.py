@@ -14,7 +14,7 @@ from flashnumba.device import inlined
 from flashnumba.device.copy import copies
 from flashnumba.device.guard import guard
 from flashnumba.device.pipeline import lane_index, ring
-from flashnumba.device.sequence import leave_works, length, next_work
+from flashnumba.device.sequence import leave_works, length, next_work, query_tiles
 from flashnumba.device.sequence import place as place_of_work
 from flashnumba.ptx.barrier import fence_mbarrier_init, mbarrier_arrive_expect_tx, mbarrier_init
 from flashnumba.ptx.memory import fence_proxy_async_global, st_release_u32, wait_acquire_u32
@@ -26,7 +26,7 @@ from flashnumba.ptx.tma import (
     cp_async_bulk_wait_group_read,
     cp_reduce_async_bulk_add_f32,
 )
-from flashnumba.window import alignment, tiles
+from flashnumba.window import alignment
 
 i32, u32 = np.int32, np.uint32
 ONE, TWO, FOUR, NO_WORK = u32(1), u32(2), u32(4), i32(-1)
@@ -83,20 +83,9 @@ def step(head, m_block, begin, end):
 @cache
 def descriptions(config):
     """(describe, masked): a work is a tile of keys of one head, and the queries that see it."""
-    to, BLOCK_M, BLOCK_N = layout(config), config.block_m, config.block_n
+    to, tiles_of = layout(config), query_tiles(config.block_m, config.block_n)
     WORK, BEGIN, FULL_BEGIN, FULL_END, END = to.WORK, to.BEGIN, to.FULL_BEGIN, to.FULL_END, to.END
     DETERMINISTIC = config.deterministic
-
-    @inlined
-    def tiles_of(n_block, q_length, kv_length, offset, left, right):
-        """(begin, full_begin, full_end, end) of the query tiles that see a block's keys."""
-        first = i32(n_block * BLOCK_N)
-        last = min(i32(first + BLOCK_N), kv_length) - 1
-        begin, full_begin, full_end, end = tiles(
-            first, last, -offset, right, left, q_length, BLOCK_M
-        )
-        full_end = i32(full_end) if first + BLOCK_N <= kv_length else i32(full_begin)
-        return i32(begin), i32(full_begin), full_end, i32(end)
 
     @inlined
     def describe(smem, work, lengths, window, sizes):

@@ -34,7 +34,7 @@ from flashnumba.device.fragment import fragment_to_shared, scores
 from flashnumba.device.guard import guard
 from flashnumba.device.pipeline import lane_index
 from flashnumba.device.product import products
-from flashnumba.device.sequence import alignment, length, place, tiles
+from flashnumba.device.sequence import alignment, length, place, query_tiles
 from flashnumba.ptx.memory import (
     red_global_add_f32,
     red_global_add_f32_each,
@@ -89,6 +89,7 @@ def make_backward(config):
     NUMBERS = u32(FLAGS + 4 * (BLOCK_N + config.warps))
     Q_LENGTH, KV_LENGTH, OFFSET, FULL_BEGIN, FULL_END = (u32(NUMBERS + 4 * i) for i in range(5))
 
+    tiles_of = query_tiles(BLOCK_M, BLOCK_N)
     own_column, load_q, commit = block_copies(D, BLOCK_M, THREADS, TURING, ITEM)
     _, load_kv, _ = block_copies(D, BLOCK_N, THREADS, TURING, ITEM)
     wait_tile, wait_all = wait_copies(PRELOADED - 1, TURING), wait_copies(0, TURING)
@@ -128,17 +129,6 @@ def make_backward(config):
         """Where a row and a column of a tile lie; `step` bytes from one sub-tile to the next."""
         subtile, rest = column // u32(SUBTILE), column % u32(SUBTILE)
         return u32((row << u32(7)) + subtile * u32(step) + rest * u32(ITEM))
-
-    @inlined
-    def tiles_of(n_block, q_length, kv_length, offset, left, right):
-        """(begin, full_begin, full_end, end) of the query tiles that see a block's keys."""
-        first = i32(n_block * BLOCK_N)
-        last = min(i32(first + BLOCK_N), kv_length) - 1
-        begin, full_begin, full_end, end = tiles(
-            first, last, -offset, right, left, q_length, BLOCK_M
-        )
-        full_end = i32(full_end) if first + BLOCK_N <= kv_length else i32(full_begin)
-        return i32(begin), i32(full_begin), full_end, i32(end)
 
     @inlined
     def steps(h, m_block, begin, end, count):
