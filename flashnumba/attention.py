@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashnumba import arrays, plans, runtime
-from flashnumba.launches import BACKWARD, backward_calls, config_of, forward_call, kernel_of
+from flashnumba.launches import BACKWARD, backward_calls, config_of, forward_calls, kernel_of
 from flashnumba.problem import check_deterministic, prepare
 
 
@@ -330,9 +330,9 @@ def _forward(p):
         return blas.forward(p.q, p.k, p.v, scale=p.scale, **p.mask())
     o = arrays.allocate(p.xp, p.o_shape, p.q.dtype, p.layout)
     lse = p.xp.empty(p.lse_shape, p.lse_dtype)
-    room = arrays.of_whole_rows(o, copy=False) if p.mma else o
-    blocks, args = forward_call(p, room, lse)
-    _launch(p, "forward", blocks, *args)
+    room = arrays.of_whole_rows(o, copy=False) if p.mma or p.split else o
+    for name, blocks, args in forward_calls(p, room, lse):
+        _launch(p, name, blocks, *args)
     if room is not o:
         o[...] = room[..., : o.shape[3]]
     return o, lse

@@ -230,10 +230,21 @@ class WgmmaConfig:
     q_slots: int  # tiles of Q; with 2, one tile of rows begins while the one before it ends
     tma: bool  # q, k, v and o can be addressed by TMA
     negative: bool = False  # scale is below 0: scores are negated first
+    parts: int = 1  # halves whose sum is a number of q, k, v and p; see forward_split.py
 
     @property
     def block_m(self):
         return 64 * self.consumers
+
+    @property
+    def factors(self):
+        """The dtype that tensor cores multiply."""
+        return "bfloat16" if self.dtype == "float32" else self.dtype
+
+    @property
+    def loaded_columns(self):
+        """Columns of a tile: each part of a number is in columns of its own."""
+        return self.parts * self.head_dim
 
     @property
     def lanes(self):
@@ -254,25 +265,32 @@ class WgmmaConfig:
         """
         if self.consumers == 3:
             return 32, 160
+        if self.parts > 1:
+            return 56, 224
         return (40, 232) if self.tma else (112, 192)
 
     @property
     def q_bytes(self):
-        return 2 * self.block_m * self.head_dim
+        return 2 * self.block_m * self.loaded_columns
 
     @property
     def kv_bytes(self):
-        return 2 * self.block_n * self.head_dim
+        return 2 * self.block_n * self.loaded_columns
 
     @property
     def o_columns(self):
         """Columns of O that a warp has room for on the way out."""
-        return min(self.head_dim, 128)
+        return self.head_dim if self.dtype == "float32" else min(self.head_dim, 128)
+
+    @property
+    def o_step(self):
+        """Bytes from one sub-tile of those columns to the next: float32 takes the place of Q."""
+        return 128 * (self.block_m if self.dtype == "float32" else 16)
 
     @property
     def o_bytes(self):
-        """Of those columns in shared memory."""
-        return 2 * self.block_m * self.o_columns
+        """Of O in shared memory, beside Q."""
+        return 0 if self.dtype == "float32" else 2 * self.block_m * self.o_columns
 
     @property
     def shared_bytes(self):
@@ -420,6 +438,7 @@ def version(capability):
 # Which kernels compute what, the fastest first. What none of them takes is for "simt".
 FAMILIES = (
     Family("wgmma", (9, 0), (9, 0), HALVES, 256),
+    Family("wgmma", (9, 0), (9, 0), ("float32",), 128),
     Family("mma", (8, 0), (99, 0), HALVES, 256),
     Family("mma", (7, 5), (7, 5), ("float16",), 256),
     Family("mma", (8, 0), (99, 0), ("float32",), 128),
@@ -543,6 +562,13 @@ def choose_wgmma(dtype, head_dim, tma, negative=False):
     consumers, stages = (3, 4) if width == 64 and tma else (2, 2)
     q_slots = 1 if width == 256 else 2
     return WgmmaConfig(dtype, width, consumers, block_n, stages, q_slots, tma, negative)
+
+
+def choose_split(head_dim, negative=False, parts=3):
+    """The tile configuration of forward_split.py: float32 as so many parts."""
+    width = width_of(head_dim)
+    block_n = {64: 128, 128: 64}[width]
+    return WgmmaConfig("float32", width, 2, block_n, 1, 1, True, negative, parts)
 
 
 L2_BUDGET = 32 << 20  # bytes

@@ -1,5 +1,6 @@
 """Which kernel computes a problem, in which tiles, on how many blocks and with which arguments."""
 
+import math
 from importlib import import_module
 
 import numpy as np
@@ -9,6 +10,7 @@ from flashnumba.config import (
     choose_mma,
     choose_mma_backward,
     choose_simt,
+    choose_split,
     choose_wgmma,
     choose_wgmma_backward,
     heads_together,
@@ -18,22 +20,26 @@ from flashnumba.config import (
 from flashnumba.tensormap import TensorMap
 
 PASSES_AT_ONCE = 4  # blocks of a pass over memory on a multiprocessor
+ROWS_AT_ONCE = 8  # of a block of `split`
 FAR = 1 << 30  # further than any key is from any query here, and small enough for 32 bits
 
 
+FORWARD = ("split", "forward")  # of float32 on Hopper; of others the second alone
 BACKWARD = ("prepare", "backward", "convert")  # of the kernels on tensor cores
 
 
 def config_of(p, name):
     """The tile configuration of a kernel."""
-    head_dim = p.q.shape[3]
-    if p.wgmma and name == "forward":
+    head_dim, kernels = p.q.shape[3], p.kernels_backward if name in BACKWARD else p.kernels
+    if p.split and name in FORWARD:
+        return choose_split(head_dim, p.scale < 0)
+    if kernels == "wgmma" and name == "forward":
         return choose_wgmma(p.dtype, head_dim, p.tma, p.scale < 0)
-    if p.wgmma and name in BACKWARD:
+    if kernels == "wgmma" and name in BACKWARD:
         return choose_wgmma_backward(p.dtype, head_dim, p.deterministic)
-    if p.mma and name == "forward":
+    if kernels == "mma" and name == "forward":
         return choose_mma(p.dtype, head_dim, p.machine, p.scale < 0, p.simulated)
-    if p.mma and name in BACKWARD:
+    if kernels == "mma" and name in BACKWARD:
         return choose_mma_backward(p.dtype, head_dim, p.machine, p.deterministic, p.simulated)
     return choose_simt(p.dtype, head_dim, p.v.shape[3], p.simulated)
 
@@ -41,16 +47,27 @@ def config_of(p, name):
 def kernel_of(p, name):
     """A kernel, ready to compile or to simulate."""
     if name in ("prepare", "convert"):
-        module = {"wgmma": "backward_passes", "mma": "backward_mma_passes"}[p.kernels]
-    elif name == "backward" or (name == "forward" and p.kernels != "simt"):
-        module = f"{name}_{p.kernels}"
+        module = {"wgmma": "backward_passes", "mma": "backward_mma_passes"}[p.kernels_backward]
+    elif p.split and name in FORWARD:
+        module = "forward_split"
+    elif name == "backward":
+        module = f"backward_{p.kernels_backward}"
+    elif name == "forward" and p.kernels != "simt":
+        module = f"forward_{p.kernels}"
     else:
         module = "simt"
     module = import_module(f"flashnumba.kernels.{module}")
     return getattr(module, f"make_{name}")(config_of(p, name))
 
 
-def forward_call(p, o, lse):
+def forward_calls(p, o, lse):
+    """[(kernel's name, number of blocks, arguments)] of a forward, in order."""
+    if p.split:
+        return _forward_split(p, o, lse)
+    return [("forward", *_forward(p, o, lse))]
+
+
+def _forward(p, o, lse):
     """(number of blocks, arguments) of the forward kernel."""
     config = config_of(p, "forward")
     batch, seqlen_q, heads_q, head_dim = p.o_shape
@@ -79,6 +96,26 @@ def forward_call(p, o, lse):
     )  # fmt: skip
     # A block stays on its multiprocessor; two in the simulator, so that they share the tiles.
     return min(tiles, 2 if p.simulated else runtime.multiprocessors()), args
+
+
+def _forward_split(p, o, lse):
+    """Scratch is three bfloat16 for a number of q, k and v."""
+    config = config_of(p, "forward")
+    batch, seqlen_kv, heads_kv, head_dim = p.k.shape
+    heads_q, width = p.q.shape[2], config.loaded_columns
+    calls, maps = [], []
+    for x, rows in ((p.q, config.block_m), (p.k, config.block_n), (p.v, config.block_n)):
+        parts = p.xp.empty((*x.shape[:3], width), np.uint16)
+        calls.append(("split", ceil_div(math.prod(x.shape[:3]), ROWS_AT_ONCE), (x, parts)))
+        maps.append(TensorMap(parts, rows))
+    works = batch * heads_q * ceil_div(p.q.shape[1], config.block_m)
+    group = heads_together(batch, heads_q, heads_kv, seqlen_kv, width, p.masked)
+    window = min(p.left, FAR), min(p.right, FAR), p.upper_left
+    counter = np.zeros(2, np.int32) if p.simulated else runtime.COUNTER
+    lengths = p.q_lengths, p.kv_lengths
+    args = p.v, o, lse, *maps, *lengths, counter, p.scale_log2, *window, works, group
+    blocks = min(works, 2 if p.simulated else runtime.multiprocessors())
+    return [*calls, ("forward", blocks, args)]
 
 
 def backward_calls(p, do, o, lse, dlse, dq, dk, dv):

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from flashnumba import runtime
 from flashnumba.arrays import has_whole_rows
-from flashnumba.launches import backward_calls, forward_call, kernel_of
+from flashnumba.launches import backward_calls, forward_calls, kernel_of
 from flashnumba.tensormap import addressable
 
 MAX_PLANS = 1024
@@ -37,13 +37,26 @@ class Allocating:
         self.current_device = xp.cuda.runtime.getDevice
 
 
+def bind_all(p, calls, known):
+    """(launches, bytes of scratch): these take the addresses of `known`, then those of scratch."""
+    mine, scratch = set(map(id, known)), {}
+    for x in (x for _, _, args in calls for x in args if isinstance(x, p.xp.ndarray)):
+        if id(x) not in mine:
+            scratch[id(x)] = x
+    known = [*known, *scratch.values()]
+    launches = [
+        runtime.bind(kernel_of(p, name), blocks, args, known) for name, blocks, args in calls
+    ]
+    return launches, [x.nbytes for x in scratch.values()]
+
+
 class Plan(Allocating):
     """A forward on a GPU that ran before, without the addresses of its arrays: nothing to check."""
 
     def __init__(self, p, o, lse):
         p = replace(p, q=p.q.view(), k=p.k.view(), v=p.v.view())  # three objects, even of one
-        blocks, args = forward_call(p, o, lse)
-        self.launch = runtime.bind(kernel_of(p, "forward"), blocks, args, (p.q, p.k, p.v, o, lse))
+        calls = forward_calls(p, o, lse)
+        self.launches, self.scratch_bytes = bind_all(p, calls, [p.q, p.k, p.v, o, lse])
         self.o = p.user_shape(p.o_shape), o.dtype
         self.lse = p.lse_shape[4 - p.ndim :], lse.dtype
         self.lse_bytes = lse.nbytes
@@ -55,16 +68,21 @@ class Plan(Allocating):
         An lse that nobody asked for is memory alone, which costs less than an array; it is free
         again after the launch, for what comes later on the stream.
         """
-        if self.current_device() != self.launch.device:
+        if self.current_device() != self.launches[0].device:
             with q.device:
                 return self(q, k, v, return_lse)
         try:
             o = self.empty(*self.o)
             lse = self.empty(*self.lse) if return_lse else None
             memory = lse.data if return_lse else self.alloc(self.lse_bytes)
+            scratch = [self.alloc(size) for size in self.scratch_bytes]
         except self.out_of_memory as error:
             raise memory_error(error, q, k, v) from error
-        self.launch(q.data.ptr, k.data.ptr, v.data.ptr, o.data.ptr, memory.ptr)
+        addresses = q.data.ptr, k.data.ptr, v.data.ptr, o.data.ptr, memory.ptr
+        if scratch:
+            addresses += tuple(x.ptr for x in scratch)
+        for launch in self.launches:
+            launch(*addresses)
         return (o, lse) if return_lse else o
 
 
@@ -77,16 +95,8 @@ class BackwardPlan(Allocating):
         p = replace(p, q=q, k=k, v=v)
         calls = backward_calls(p, do, o, lse, dlse, *grads)
         known = [x for x in (*given, *grads) if x is not None]
-        mine, scratch = set(map(id, known)), {}
-        for x in (x for _, _, args in calls for x in args if isinstance(x, p.xp.ndarray)):
-            if id(x) not in mine:
-                scratch[id(x)] = x
-        known += scratch.values()
-        self.launches = [
-            runtime.bind(kernel_of(p, name), blocks, args, known) for name, blocks, args in calls
-        ]
+        self.launches, self.scratch_bytes = bind_all(p, calls, known)
         self.grads = [(p.user_shape(x.shape), x.dtype) for x in (q, k, v)]
-        self.scratch_bytes = [x.nbytes for x in scratch.values()]
         super().__init__(p.xp)
 
     def __call__(self, *given):
@@ -140,9 +150,10 @@ def keep_backward(key, p, given, grads):
         return
     if p.q_lengths is not None or p.kv_lengths is not None:
         return
-    if p.wgmma and not all(addressable(x, x.data.ptr) for x in arrays):
+    kernels = p.kernels_backward
+    if kernels == "wgmma" and not all(addressable(x, x.data.ptr) for x in arrays):
         return
-    if p.mma and not all(map(has_whole_rows, arrays)):
+    if kernels == "mma" and not all(map(has_whole_rows, arrays)):
         return
     _keep(key, BackwardPlan(p, given, grads))
 
@@ -175,6 +186,8 @@ def keep(key, p, o, lse):
     if key is None or o.size == 0 or p.q_lengths is not None or p.kv_lengths is not None:
         return
     if p.mma and not all(has_whole_rows(x) for x in (p.q, p.k, p.v, o)):
+        return
+    if p.split and not has_whole_rows(o):
         return
     _keep(key, Plan(p, o, lse))
 

@@ -70,11 +70,18 @@ class Problem:
 
     @property
     def kernels_backward(self):
-        """Whose kernels compute gradients: simt's where mma has no tile that fits the GPU."""
-        fits = not self.mma or config.choose_mma_backward(
+        """Whose kernels compute gradients: of float32 on Hopper mma's, and simt's where mma has no
+        tile that fits the GPU."""
+        name = "mma" if self.split else self.kernels
+        fits = name != "mma" or config.choose_mma_backward(
             self.dtype, self.q.shape[3], self.machine, simulated=self.simulated
         )
-        return self.kernels if fits else "simt"
+        return name if fits else "simt"
+
+    @property
+    def split(self):
+        """Whether kernels for Hopper compute it from parts of its numbers."""
+        return self.wgmma and self.dtype == "float32"
 
     @property
     def wgmma(self):

@@ -110,11 +110,9 @@ def output(dtype, head_dim, tiles=1):
 
 @cache
 def fragment_to_shared(config, columns, tiles, subtile_bytes, as_factor=False):
-    """Store a fragment to shared memory in its dtype: by stmatrix, or before Hopper pair by pair.
-
-    float32 that is to be a left factor, `as_factor`, has eight columns in the order 0 2 4 6 1 3 5 7
-    (ptx/mma_tf32.py).
-    """
+    """A fragment to shared memory in its dtype: by stmatrix, or before Hopper pair by pair."""
+    if config.dtype == "float32":
+        return floats_to_shared(columns, tiles, subtile_bytes, as_factor)
     pack = pack_of(config.dtype, config.turing)
 
     @inlined
@@ -144,8 +142,19 @@ def fragment_to_shared(config, columns, tiles, subtile_bytes, as_factor=False):
                 st_shared_u32(at, pack(acc[x], acc[x + 1]))
                 st_shared_u32(u32(at + u32(1024)), pack(acc[x + 2], acc[x + 3]))
 
+    return by_matrices if config.hopper else by_pairs
+
+
+@cache
+def floats_to_shared(columns, tiles, subtile_bytes, as_factor=False):
+    """The same of float32, in sub-tiles of 32 columns.
+
+    What is to be a left factor, `as_factor`, has eight columns in the order 0 2 4 6 1 3 5 7
+    (ptx/mma_tf32.py).
+    """
+
     @inlined
-    def whole(acc, tile):
+    def floats_to_shared(acc, tile):
         lane = u32(lane_index())
         column = (lane & u32(3)) << u32(2 if as_factor else 3)
         start = u32(swizzle128(u32(tile + ((lane >> u32(2)) << u32(7) | column))))
@@ -161,9 +170,7 @@ def fragment_to_shared(config, columns, tiles, subtile_bytes, as_factor=False):
                 st_shared_f32(u32(at + u32(1024)), acc[x + 2])
                 st_shared_f32(u32(beside + u32(1024)), acc[x + 3])
 
-    if config.dtype == "float32":
-        return whole
-    return by_matrices if config.hopper else by_pairs
+    return floats_to_shared
 
 
 @inlined

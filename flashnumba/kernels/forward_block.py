@@ -1,8 +1,8 @@
-"""A block of the Hopper forward, but for the warps that compute.
+"""A block of the Hopper forwards, but for the warps that compute.
 
-What is where in shared memory, the warps that load and guard, and what a consumer does beside its
-products (those: forward_wgmma.py). Events, by slots of rings (descriptions of works have
-WORK_SLOTS, Q has Q_SLOTS, K and V STAGES):
+What is where in shared memory, the warps that load and guard, and what consumers of both forwards
+do alike (those: forward_wgmma.py). Events, by slots of rings (descriptions of
+works have WORK_SLOTS, Q has Q_SLOTS, K and V STAGES):
 
     work_full   a work is described         work_empty  every consumer is done with it
     q_full      Q is there                  q_empty     every consumer has its last scores
@@ -109,6 +109,7 @@ def works(config):
 def loader(config):
     """The warp that describes works and loads their tiles."""
     to, BLOCK_N, OVERLAP = layout(config), config.block_n, config.q_slots > 1
+    STAGES = config.stages
     Q_ROWS, KV_ROWS = i32(config.block_m), i32(BLOCK_N)
     WORK_FULL, WORK_EMPTY, Q_FULL, Q_EMPTY = to.WORK_FULL, to.WORK_EMPTY, to.Q_FULL, to.Q_EMPTY
     K_FULL, K_EMPTY, V_FULL, V_EMPTY = to.K_FULL, to.K_EMPTY, to.V_FULL, to.V_EMPTY
@@ -116,7 +117,7 @@ def loader(config):
     _, _, wait_work_before, arrive_work = events(config).work
     q_event, _, wait_q_before, _ = events(config).q
     kv_event, _, wait_kv_before, _ = events(config).kv
-    see_map, load_tile, _, _ = copies(config.head_dim, config.tma)
+    see_map, load_tile, _, _ = copies(config.loaded_columns, config.tma)
     find, describe, write, field, _, _ = works(config)
 
     @inlined
@@ -171,8 +172,11 @@ def loader(config):
                 load_last_v(smem, turn, n, v, v_map)
             work = next_work(counter)
             while n_block > field(smem, turn, BEGIN):
+                if STAGES == 1:  # the next K has to wait until this one's V is there
+                    load_v(smem, turn, n, n_block, v, v_map)
                 load_k(smem, turn, u32(n + ONE), i32(n_block - 1), k, k_map)
-                load_v(smem, turn, n, n_block, v, v_map)
+                if STAGES > 1:
+                    load_v(smem, turn, n, n_block, v, v_map)
                 n_block = i32(n_block - 1)
                 n = u32(n + ONE)
             n = u32(n + ONE)
@@ -196,14 +200,17 @@ def loader(config):
 
 @cache
 def guards(config):
-    """The warps that keep what is not finite in V from queries that must not see it."""
-    to, LANES = layout(config), config.lanes
+    """The warps that keep what is not finite in V from queries that must not see it.
+
+    Of float32 from all: an infinity times a part of p that is 0 would be NaN.
+    """
+    to, LANES, ALL = layout(config), config.lanes, config.parts > 1
     WORK_FULL, WORK_EMPTY, V_FULL, V_READY = to.WORK_FULL, to.WORK_EMPTY, to.V_FULL, to.V_READY
     v_slot = to.v_slot
     _, wait_work, _, arrive_work = events(config).work
     _, wait_kv, _, arrive_kv = events(config).kv
     _, _, write, field, _, masked = works(config)
-    clean = guard(config.dtype, config.block_n, config.head_dim).clean
+    clean = guard(config.factors, config.block_n, config.head_dim).clean
 
     @inlined
     def guard_v(smem, warp):
@@ -214,8 +221,8 @@ def guards(config):
             while n_block > begin:
                 n_block = i32(n_block - 1)
                 wait_kv(smem, V_FULL, n)
-                if masked(smem, turn, n_block) and clean(v_slot(smem, n), i32(warp - 1), GUARDS):
-                    if lane == 0:
+                if ALL or masked(smem, turn, n_block):
+                    if clean(v_slot(smem, n), i32(warp - 1), GUARDS) and lane == 0:
                         write(smem, turn, BAD, i32(1))
                 cuda.syncwarp()  # no lane reads the description after the last arrival
                 if lane < LANES:
@@ -234,15 +241,15 @@ def guards(config):
 @cache
 def consumer(config):
     """What a warp that computes does beside its products."""
-    to, BLOCK_N = layout(config), config.block_n
+    to, BLOCK_N, ALL = layout(config), config.block_n, config.parts > 1
     WORK_FULL, K_FULL, K_EMPTY = to.WORK_FULL, to.K_FULL, to.K_EMPTY
     V_READY, V_EMPTY = to.V_READY, to.V_EMPTY
     _, wait_work, _, _ = events(config).work
     _, wait_kv, _, arrive_kv = events(config).kv
     _, _, _, field, tiles_of, masked = works(config)
     restore = guard(config.dtype, BLOCK_N, config.head_dim).restore
-    mask, _, _ = scores(config.dtype, BLOCK_N)
-    O_COLUMNS, O_STEP = i32(config.o_columns), u32(16 * 128)
+    mask, _, _ = scores(config.factors, BLOCK_N)
+    O_COLUMNS, O_STEP = i32(config.o_columns), u32(config.o_step)
 
     @inlined
     def consumer_of(warp):
@@ -299,11 +306,11 @@ def consumer(config):
 
     @inlined
     def add_bad_rows(smem, turn, tile, row0, column0, v, left, right, upper_left):
-        """O += what was kept from it, of the tiles that are masked."""
+        """O += what was kept from it, of the tiles that are cleaned."""
         q_length, kv_length = field(smem, turn, Q_LENGTH), field(smem, turn, KV_LENGTH)
         offset = alignment(q_length, kv_length, upper_left)
         for n_block in range(field(smem, turn, BEGIN), field(smem, turn, END)):
-            if masked(smem, turn, n_block):
+            if ALL or masked(smem, turn, n_block):
                 key = i32(n_block * BLOCK_N)
                 end = min(i32(key + BLOCK_N), kv_length)
                 while key < end:

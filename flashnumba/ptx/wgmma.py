@@ -45,7 +45,7 @@ def wgmma_fence():
 
 @cache
 def wgmma_fence_of(d_size, a_size):
-    """`wgmma_fence` after every write to a fragment D and a fragment A.
+    """`wgmma_fence` after every write to a fragment D, if d_size > 0, and a fragment A.
 
     Without them as operands LLVM may move a write past the fence; ptxas then adds one (C7519).
     """
@@ -55,7 +55,12 @@ def wgmma_fence_of(d_size, a_size):
         wgmma, warpgroup = queues()
         wgmma.fenced.add(warpgroup)
 
-    return wgmma_fence
+    @warpgroup_instruction("wgmma.fence.sync.aligned;")
+    def wgmma_fence_of_a(a_frag: reads(u32, a_size)):
+        wgmma, warpgroup = queues()
+        wgmma.fenced.add(warpgroup)
+
+    return wgmma_fence if d_size > 0 else wgmma_fence_of_a
 
 
 @warpgroup_instruction("wgmma.commit_group.sync.aligned;")
@@ -125,34 +130,38 @@ def wgmma_ss(n, dtype, a_steps, b_steps, a_mn_major=False, b_mn_major=False, add
 
 
 @cache
-def wgmma_rs(n, dtype, b_steps, b_mn_major=True):
+def wgmma_rs(n, dtype, b_steps, b_mn_major=True, a_steps=None, add=True):
     """D (64, n) += A (64, 16 steps) B (16 steps, n), A from registers, B from shared memory.
 
     Four registers of A a step, each two halves, in the order of an accumulator: the fragment of
-    scores, rounded and packed by pairs, is the fragment of A.
+    scores, rounded and packed by pairs, is the fragment of A. `a_steps` says which four each step
+    takes, if not one after the other. Without `add` D is output only.
     """
-    kind = TYPES[dtype]
-    text = "{{\n.reg .b64 bt;\n"
-    for step, b in enumerate(b_steps):
+    kind, a_steps = TYPES[dtype], tuple(range(len(b_steps))) if a_steps is None else a_steps
+    text = f"{{{{\n.reg .pred add;\n.reg .b64 bt;\nsetp.ne.b32 add, {int(add)}, 0;\n"
+    for i, (a, b) in enumerate(zip(a_steps, b_steps, strict=True)):
         text += (
             f"add.s64 bt, {{b}}, {b >> 4};\n"
             f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} "
-            f"{{d_frag}}, {{a_frag:{4 * step}:{4 * step + 4}}}, bt, 1, 1, 1, {int(b_mn_major)};\n"
+            f"{{d_frag}}, {{a_frag:{4 * a}:{4 * a + 4}}}, bt, {'add' if i == 0 else 1}, 1, 1, "
+            f"{int(b_mn_major)};\n"
         )
 
     @warpgroup_instruction(text + "}}", asynchronous=reader)
     def wgmma_rs(
-        d_frag: updates(f32, n // 2), a_frag: reads(u32, 4 * len(b_steps)), b: uniform(u64)
+        d_frag: updates(f32, n // 2) if add else writes(f32, n // 2),
+        a_frag: reads(u32, 4 * (max(a_steps) + 1)),
+        b: uniform(u64),
     ):
         rows, columns = accumulator(16)
         d = np.zeros((64, n), np.float32)
-        for step, b_step in enumerate(b_steps):
+        for a_step, b_step in zip(a_steps, b_steps, strict=True):
             a_tile = np.empty((64, 16), np.float32)
-            halves = np.ascontiguousarray(a_frag[:, 4 * step : 4 * step + 4]).view(np.uint16)
+            halves = np.ascontiguousarray(a_frag[:, 4 * a_step : 4 * a_step + 4]).view(np.uint16)
             a_tile[rows, columns] = widen(halves, dtype)
             d += a_tile @ operand(b + (b_step >> 4), n, b_mn_major, dtype).T
         rows, columns = accumulator(n)
-        d_frag += d[rows, columns]
+        d_frag[:] = d_frag + d[rows, columns] if add else d[rows, columns]
 
     return wgmma_rs
 
