@@ -22,6 +22,7 @@ def attention(
     return_lse=False,
     layout="bshd",
     backend=None,
+    precision="float32",
     softcap=None,
     alibi_slopes=None,
     bias=None,
@@ -64,11 +65,16 @@ def attention(
         Order of the axes of q, k, v and o; "bhsd" is PyTorch's.
     backend : str, optional
         By default the fastest that can, on a GPU: "wgmma" (tensor cores of Hopper: compute
-        capability 9.0, float16 and bfloat16), "mma" (tensor cores of a warp: 7.5 for float16, 8.0
-        or more for float16, bfloat16 and, with head_dim up to 128, float32), both where head_dim_v
-        is head_dim up to 256; else "simt" (every GPU and problem). Without a GPU, "numpy" (tiles of
-        BLAS). "simulator", "simulator-mma" and "simulator-wgmma" run the kernels of "simt", "mma"
-        and "wgmma" in Python. A problem without queries or keys runs "simt" under all names.
+        capability 9.0), "mma" (tensor cores of a warp: 7.5 for float16, 8.0 or more for the
+        others), both for float16 and bfloat16 with head_dim up to 256 and float32 with head_dim up
+        to 128, where head_dim_v is the same; else "simt" (every GPU and problem). Without a GPU,
+        "numpy" (tiles of BLAS). "simulator", "simulator-mma" and "simulator-wgmma" run the kernels
+        of "simt", "mma" and "wgmma" in Python. A problem without queries or keys runs "simt" under
+        all names.
+    precision : "float32", "tf32" or "bf16"
+        How exact products of float32 are at least on tensor cores: as float32's, with 11 bits of
+        each number, or with 8. Less is faster. Sums are float32's; other backends multiply in
+        float32 in any case.
     softcap, alibi_slopes, bias, sinks, dropout, seed, score_mod, mask_mod, aux, block_mask
         Reserved; anything but the default raises NotImplementedError.
 
@@ -93,14 +99,14 @@ def attention(
     A row that sees no key has output 0 and lse -inf. Keys and values that a row does not see are
     never multiplied in, so NaN there does not leak. The same call gives the same bits, always.
 
-    float32 through "mma" is computed as the sum of two TF32 numbers each, to about 22 bits; sums
-    are float32's. Its error is that of plain float32 attention.
+    On tensor cores a float32 is the sum of three bfloat16, all 24 bits ("wgmma"), or of two TF32,
+    about 22 ("mma"). Either way the error is that of plain float32 attention or less.
 
     Source: Dao et al., FlashAttention: fast and memory-efficient exact attention (2022).
     """
     options = (
-        causal, window, scale, q_lengths, kv_lengths, layout, backend, softcap, alibi_slopes, bias,
-        sinks, dropout, seed, score_mod, mask_mod, aux, block_mask,
+        causal, window, scale, q_lengths, kv_lengths, layout, backend, precision, softcap,
+        alibi_slopes, bias, sinks, dropout, seed, score_mod, mask_mod, aux, block_mask,
     )  # fmt: skip
     key, plan = plans.find(q, k, v, options)
     if plan is not None:
@@ -277,13 +283,18 @@ def _explain_kernels(problem):
                 "registers",
                 "{} in warps that move, {} in those that compute".format(*config.registers),
             )
+        if problem.kernels != "simt" and problem.dtype == "float32":
+            count, kind = problem.products, "TF32"
+            if problem.split:
+                count, kind = problem.parts * (problem.parts + 1) // 2, "bfloat16"
+            yield "products", f"{count} of {kind} for one of float32"
         if problem.kernels != "simt" and not tensor_cores:
             head_dim = problem.q.shape[3]
             yield "gradients", f"simt: no tile of mma with head_dim {head_dim} fits this GPU"
         if tensor_cores:
             yield "backward tiles", _explain_tiles(config_of(problem, "backward"))
         names = BACKWARD if tensor_cores else ("delta", "backward_dkdv", "backward_dq")
-        for name in ("forward", *names):
+        for name in ("split",) * problem.split + ("forward", *names):
             kernel, cost = kernel_of(problem, name), ""
             if problem.on_gpu:
                 cubin = runtime.load(kernel)[1]

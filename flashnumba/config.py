@@ -284,13 +284,14 @@ class WgmmaConfig:
 
     @property
     def o_step(self):
-        """Bytes from one sub-tile of those columns to the next: float32 takes the place of Q."""
+        """Bytes from one sub-tile of those columns to the next: of a warp's rows, of all rows."""
         return 128 * (self.block_m if self.dtype == "float32" else 16)
 
     @property
     def o_bytes(self):
-        """Of O in shared memory, beside Q."""
-        return 0 if self.dtype == "float32" else 2 * self.block_m * self.o_columns
+        """Of O in shared memory, but for float32 where Q has as many: O takes its place."""
+        size = (4 if self.dtype == "float32" else 2) * self.block_m * self.o_columns
+        return 0 if self.dtype == "float32" and self.q_bytes >= size else size
 
     @property
     def shared_bytes(self):
@@ -495,25 +496,29 @@ def width_of(head_dim):
     return next(size for size in (64, 128, 256) if head_dim <= size)
 
 
-def choose_mma(dtype, head_dim, machine, negative=False, simulated=False):
+def choose_mma(dtype, head_dim, machine, negative=False, simulated=False, products=3):
     """The tile configuration of forward_mma.py for one problem on one GPU; None if none fits."""
     width, generation = width_of(head_dim), generation_of(machine)
     itemsize = 4 if dtype == "float32" else 2
     table = (SIMULATED_TILES[0],) if simulated else FORWARD_TILES.get((itemsize, width), ())
     for *tiles, blocks in table:
-        config = MmaConfig(dtype, width, *tiles, *generation, negative, blocks=blocks)
+        config = MmaConfig(dtype, width, *tiles, *generation, negative, products, blocks)
         if fits(config, machine):
             return config
     return None
 
 
-def choose_mma_backward(dtype, head_dim, machine, deterministic=False, simulated=False):
+def choose_mma_backward(
+    dtype, head_dim, machine, deterministic=False, simulated=False, products=3
+):
     """The same of backward_mma.py."""
     width, generation = width_of(head_dim), generation_of(machine)
     itemsize = 4 if dtype == "float32" else 2
     table = (SIMULATED_TILES[1],) if simulated else BACKWARD_TILES.get((itemsize, width), ())
     for *tiles, blocks in table:
-        config = MmaBackwardConfig(dtype, width, *tiles, *generation, deterministic, blocks=blocks)
+        config = MmaBackwardConfig(
+            dtype, width, *tiles, *generation, deterministic, products, blocks
+        )
         if fits(config, machine):
             return config
     return None
@@ -564,11 +569,19 @@ def choose_wgmma(dtype, head_dim, tma, negative=False):
     return WgmmaConfig(dtype, width, consumers, block_n, stages, q_slots, tma, negative)
 
 
+# By parts and width: keys, stages.
+SPLIT_TILES = {
+    (1, 64): (128, 2), (1, 128): (128, 2),
+    (2, 64): (128, 2), (2, 128): (64, 2),
+    (3, 64): (128, 1), (3, 128): (64, 1),
+}  # fmt: skip
+
+
 def choose_split(head_dim, negative=False, parts=3):
     """The tile configuration of forward_split.py: float32 as so many parts."""
     width = width_of(head_dim)
-    block_n = {64: 128, 128: 64}[width]
-    return WgmmaConfig("float32", width, 2, block_n, 1, 1, True, negative, parts)
+    block_n, stages = SPLIT_TILES[parts, width]
+    return WgmmaConfig("float32", width, 2, block_n, stages, 1, True, negative, parts)
 
 
 L2_BUDGET = 32 << 20  # bytes

@@ -32,15 +32,17 @@ def config_of(p, name):
     """The tile configuration of a kernel."""
     head_dim, kernels = p.q.shape[3], p.kernels_backward if name in BACKWARD else p.kernels
     if p.split and name in FORWARD:
-        return choose_split(head_dim, p.scale < 0)
+        return choose_split(head_dim, p.scale < 0, p.parts)
     if kernels == "wgmma" and name == "forward":
         return choose_wgmma(p.dtype, head_dim, p.tma, p.scale < 0)
     if kernels == "wgmma" and name in BACKWARD:
         return choose_wgmma_backward(p.dtype, head_dim, p.deterministic)
     if kernels == "mma" and name == "forward":
-        return choose_mma(p.dtype, head_dim, p.machine, p.scale < 0, p.simulated)
+        return choose_mma(p.dtype, head_dim, p.machine, p.scale < 0, p.simulated, p.products)
     if kernels == "mma" and name in BACKWARD:
-        return choose_mma_backward(p.dtype, head_dim, p.machine, p.deterministic, p.simulated)
+        return choose_mma_backward(
+            p.dtype, head_dim, p.machine, p.deterministic, p.simulated, p.products
+        )
     return choose_simt(p.dtype, head_dim, p.v.shape[3], p.simulated)
 
 
@@ -99,7 +101,7 @@ def _forward(p, o, lse):
 
 
 def _forward_split(p, o, lse):
-    """Scratch is three bfloat16 for a number of q, k and v."""
+    """Scratch is `parts` bfloat16 for a number of q, k and v."""
     config = config_of(p, "forward")
     batch, seqlen_kv, heads_kv, head_dim = p.k.shape
     heads_q, width = p.q.shape[2], config.loaded_columns

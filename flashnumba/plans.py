@@ -14,7 +14,7 @@ from flashnumba.launches import backward_calls, forward_calls, kernel_of
 from flashnumba.tensormap import addressable
 
 MAX_PLANS = 1024
-DROPOUT = 11  # its place among the options
+DROPOUT = 12  # its place among the options
 
 _plans = {}  # key -> Plan: the steady state is one look-up here and one launch
 _plans_change = threading.Lock()

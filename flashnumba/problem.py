@@ -15,6 +15,7 @@ ON_GPU = ("simt", "mma", "wgmma")
 SIMULATED = ("simulator", "simulator-mma", "simulator-wgmma")
 BACKENDS = ("numpy", *ON_GPU, *SIMULATED)
 LAYOUTS = ("bshd", "bhsd")
+PRECISIONS = {"float32": 3, "tf32": 2, "bf16": 1}  # bfloat16 that stand for one float32
 FORMS = {
     "bshd": {4: "(batch, {s}, {h}, {d})", 3: "({s}, {h}, {d})", 2: "({s}, {d})"},
     "bhsd": {4: "(batch, {h}, {s}, {d})", 3: "({h}, {s}, {d})", 2: "({s}, {d})"},
@@ -50,6 +51,7 @@ class Problem:
     layout: str
     ndim: int
     backend: str
+    precision: str  # of products of float32
     like: object  # the caller's q: results are returned as this kind
     deterministic: bool  # of gradients
 
@@ -82,6 +84,16 @@ class Problem:
     def split(self):
         """Whether kernels for Hopper compute it from parts of its numbers."""
         return self.wgmma and self.dtype == "float32"
+
+    @property
+    def parts(self):
+        """How many bfloat16 stand for one float32, where they do."""
+        return PRECISIONS[self.precision]
+
+    @property
+    def products(self):
+        """How many of TF32 numbers stand for one of float32, where they do."""
+        return 3 if self.precision == "float32" else 1
 
     @property
     def wgmma(self):
@@ -233,6 +245,7 @@ def prepare(
     kv_lengths=None,
     layout="bshd",
     backend=None,
+    precision="float32",
     deterministic=False,
     **not_built,
 ):
@@ -248,6 +261,7 @@ def prepare(
     _check_shapes(q, k, v, layout)
     ndim = q.ndim
     q, k, v = (_four_axes(x, layout) for x in (q, k, v))
+    _check_precision(precision, q)
     backend = _backend(backend, q, v)
     left, right, upper_left = _mask(causal, window)
     return Problem(
@@ -263,6 +277,7 @@ def prepare(
         layout=layout,
         ndim=ndim,
         backend=backend,
+        precision=precision,
         like=like,
         deterministic=deterministic,
     )
@@ -403,6 +418,13 @@ def _lengths(name, lengths, x, seqlen_name):
     elif arrays.library(x) == "numpy":
         raise TypeError(f"{name} is a cupy array, but q is a numpy array")
     return lengths.astype(np.int64) if xp is np else lengths
+
+
+def _check_precision(precision, q):
+    if not (isinstance(precision, str) and precision in PRECISIONS):
+        raise ValueError(f"{precision=} must be one of {tuple(PRECISIONS)}")
+    if precision != "float32" and q.dtype.name != "float32":
+        raise ValueError(f"{precision=} is for float32, not q.dtype={q.dtype}")
 
 
 def _backend(asked, q, v):

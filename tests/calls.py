@@ -25,21 +25,24 @@ def on_gpu(backend):
 
 def named(backend):
     """What a user calls it."""
-    return "simt" if backend == "gpu" else backend.removeprefix("gpu-")
+    name = "simt" if backend == "gpu" else backend.removeprefix("gpu-")
+    return name.replace("split", "wgmma")
 
 
 def tensor_cores(backend):
-    """Whether it is kernels for tensor cores: wgmma or mma."""
-    return backend.endswith("mma")
+    """Whether it is kernels for tensor cores: wgmma, of halves or of float32 in parts, or mma."""
+    return named(backend).endswith("mma")
 
 
 def of_blocks(backend):
     """Whether it is a simulated kernel of many threads, a second or two a call."""
-    return backend in ("simulator-mma", "simulator-wgmma")
+    return named(backend) in ("simulator-mma", "simulator-wgmma")
 
 
 def taken(backend, dtype="float32"):
     """A dtype that the backend can compute: `dtype`, or the nearest that it takes."""
+    if backend.endswith("split"):
+        return "float32"
     if backend.endswith("wgmma") and dtype in ("float32", "float64"):
         return "float16"
     return "float32" if tensor_cores(backend) and dtype == "float64" else dtype

@@ -18,7 +18,8 @@ if "FLASHNUMBA_CACHE_DIR" not in os.environ:
 
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)
 AMPERE = pytest.param("gpu-mma", marks=[pytest.mark.gpu, pytest.mark.sm80])
-HOPPER = pytest.param("gpu-wgmma", marks=[pytest.mark.gpu, pytest.mark.sm90])
+HOPPER = [pytest.param(f"gpu-{x}", marks=[pytest.mark.gpu, pytest.mark.sm90])
+          for x in ("wgmma", "split")]  # fmt: skip
 
 
 def pytest_unconfigure():
@@ -41,12 +42,15 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=no_hopper))
 
 
-SIMULATORS = "simulator", "simulator-mma", "simulator-wgmma"
+SIMULATORS = "simulator", "simulator-mma", "simulator-wgmma", "simulator-split"
 
 
-@pytest.fixture(params=["numpy", *SIMULATORS, GPU, AMPERE, HOPPER])
+@pytest.fixture(params=["numpy", *SIMULATORS, GPU, AMPERE, *HOPPER])
 def backend(request):
-    """Every backend in turn; "gpu", "gpu-mma", ... are simt, mma, ..., CuPy in and CuPy out."""
+    """Every backend in turn; "gpu", "gpu-mma", ... are simt, mma, ..., CuPy in and CuPy out.
+
+    "split" is wgmma in float32, where "wgmma" itself gets halves.
+    """
     return request.param
 
 

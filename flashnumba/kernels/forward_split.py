@@ -108,13 +108,14 @@ def make_forward(config):
     S_SIZE, P_SIZE, ACC_SIZE = BLOCK_N // 2, PARTS * BLOCK_N // 4, D // 2
     K_MAJOR, MN_MAJOR = u64(descriptor_constant()), u64(descriptor_constant(128 * BLOCK_N))
     ROWS_64, Q_STEP, NEGATIVE = u32(64 * 128), 128 * BLOCK_M, config.negative
+    O_APART = config.o_bytes > 0
 
     to, of = layout(config), consumer(config)
     consumer_of, speaks, give_back, hide, restart, close, add_bad_rows, skip, visit = (
         of.consumer_of, of.speaks, of.give_back, of.hide, of.restart, of.close, of.add_bad_rows,
         of.skip, of.visit,
     )  # fmt: skip
-    q_slot, k_slot, v_slot = to.q_slot, to.k_slot, to.v_slot
+    q_slot, k_slot, v_slot, O_AT = to.q_slot, to.k_slot, to.v_slot, to.O
     WORK_EMPTY, Q_FULL, Q_EMPTY = to.WORK_EMPTY, to.Q_FULL, to.Q_EMPTY
     K_FULL, K_EMPTY, V_READY, V_EMPTY = to.K_FULL, to.K_EMPTY, to.V_READY, to.V_EMPTY
     _, _, _, arrive_work = events(config).work
@@ -166,11 +167,15 @@ def make_forward(config):
             acc[i] += tile[i]
 
     @inlined
+    def o_at(smem, turn):
+        return u32(smem + O_AT) if O_APART else u32(q_slot(smem, turn))
+
+    @inlined
     def write_o(smem, warp, turn, acc, v, o, left, right, upper_left):
-        """By way of this warp's rows of Q, when the whole consumer is done with Q."""
+        """By way of shared memory: this warp's rows, of Q when the whole consumer is done with it."""
         together = u32(ONE + consumer_of(warp))
         row = i32(warp * 16 - 64)
-        tile, row0 = u32(q_slot(smem, turn) + u32(row * 128)), i32(field(smem, turn, ROW0) + row)
+        tile, row0 = u32(o_at(smem, turn) + u32(row * 128)), i32(field(smem, turn, ROW0) + row)
         h, b = field(smem, turn, HEAD), field(smem, turn, BATCH)
         bar_sync(together, u32(128))
         to_shared(acc, tile)
