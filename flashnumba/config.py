@@ -647,7 +647,7 @@ def choose_split_backward(head_dim, deterministic=False, parts=3):
     At head_dim 128 that is one of three parts.
     """
     width = width_of(head_dim)
-    stages = 3 if width * parts <= 256 else 1
+    stages = max(1, 4 - width * parts // 128)
     return SplitBackwardConfig(
         "float32", width, stages=stages, deterministic=deterministic, parts=parts
     )

@@ -105,7 +105,7 @@ def _forward(p, o, lse):
 
 
 def _split(p, config, *tensors):
-    """(calls, maps): what writes tensors part by part, and their scratch, in boxes of so many rows."""
+    """(calls, maps): what writes tensors part by part, and the scratch it writes."""
     calls, maps = [], []
     for x, rows in tensors:
         parts = p.xp.empty((*x.shape[:3], config.loaded_columns), np.uint16)
@@ -205,7 +205,7 @@ def _backward_split(p, do, o, lse, dlse, dq, dk, dv):
 
 
 def _works_and_mask(p, config):
-    """(number of blocks, last arguments) of the Hopper backwards: which works there are, the mask."""
+    """(number of blocks, last arguments) of the Hopper backwards: the mask, and their works."""
     batch, seqlen_q, heads_q, _ = p.q.shape
     seqlen_kv, heads_kv = p.k.shape[1:3]
     n_blocks = ceil_div(seqlen_kv, config.block_n)

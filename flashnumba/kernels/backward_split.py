@@ -48,7 +48,7 @@ from flashnumba.kernels.backward_block import (
     loader,
     step,
 )
-from flashnumba.kernels.backward_passes import place
+from flashnumba.kernels.backward_passes import place as place_of_tile
 from flashnumba.ptx.barrier import bar_arrive, bar_sync, setmaxnreg_dec, setmaxnreg_inc
 from flashnumba.ptx.layout import descriptor_constant, k_major, mn_major
 from flashnumba.ptx.memory import ld_global_v4_f32, red_global_add_f32
@@ -136,8 +136,7 @@ def make_backward(config):
     BLOCK_M, BLOCK_N, SUBTILE = config.block_m, config.block_n, 128 * 64
     assert BLOCK_M == BLOCK_N == 64
     S_SIZE, STATS_SIZE, P_SIZE, ACC_SIZE = 32, 16, 16 * PARTS, D // 2
-    BOTH, ZERO = 2 * S_SIZE, f32(0)
-    ONE, FOURS = u32(1), u32(128 * 16)
+    BOTH, ONE, FOURS = 2 * S_SIZE, u32(1), u32(128 * 16)
 
     to, of = layout(config), consumer(config)
     V, Q, DO, DS, STATS = to.V, to.Q, to.DO, to.DS, to.STATS
@@ -249,11 +248,11 @@ def make_backward(config):
             arrive_two(smem, DQ_FULL, n)
 
     @inlined
-    def write(x, smem, warp, acc, factor):
-        """A thread's part of dk or dv, keys of this work, from registers."""
+    def write(x, place, warp, acc, factor):
+        """A thread's part of dk or dv, from registers."""
+        n_block, h, b = place
         row, lane = i32(row0_of(warp)), opaque(u32(lane_index()))
-        h, b = u32(field(smem, KV_HEAD)), u32(field(smem, BATCH))
-        key = i32(field(smem, N_BLOCK) * BLOCK_N + row + i32(lane >> u32(2)))
+        key = i32(n_block * BLOCK_N + row + i32(lane >> u32(2)))
         column = i32(lane << ONE & u32(6))
         for r in range(2):
             if key + 8 * r < x.shape[1]:
@@ -269,6 +268,11 @@ def make_backward(config):
         full = uniform(field(smem, FULL_BEGIN)), uniform(field(smem, FULL_END))
         stop = u32(n + u32(uniform(field(smem, COUNT))))
         return full, uniform(field(smem, BEGIN)), uniform(field(smem, END)), stop
+
+    @inlined
+    def keys_of(smem):
+        """Where the work's keys are in an array."""
+        return field(smem, N_BLOCK), u32(field(smem, KV_HEAD)), u32(field(smem, BATCH))
 
     @inlined
     def consume_v(smem, warp, dv, window, scale_log2):
@@ -301,8 +305,9 @@ def make_backward(config):
                 accumulate(acc, tile)
                 n = u32(n + ONE)
                 head, m_block = step(head, m_block, begin, end)
-            write(dv, smem, warp, acc, f32(1))
+            place = keys_of(smem)
             arrive_one(smem, KV_EMPTY, turn)
+            write(dv, place, warp, acc, f32(1))
             turn = u32(turn + ONE)
             wait_one(smem, KV_READY, turn)
 
@@ -350,8 +355,9 @@ def make_backward(config):
                 add_dq(smem, n, dq, dq_parts, u32(u32(head) * m_blocks + u32(m_block)))
                 n = u32(n + ONE)
                 head, m_block = step(head, m_block, begin, end)
-            write(dk, smem, warp, acc, scale)
+            place = keys_of(smem)
             arrive_one(smem, KV_EMPTY, turn)
+            write(dk, place, warp, acc, scale)
             turn = u32(turn + ONE)
             wait_one(smem, KV_READY, turn)
 
@@ -407,7 +413,7 @@ def make_convert(config):
         smem = cvta_to_shared(cuda.shared.array(0, np.uint8, alignment=1024))
         thread = u32(cuda.threadIdx.x)
         acc, x = cuda.local.array(SIZE, np.float32), cuda.local.array(4, np.float32)
-        m_block, h, b = place(parts, u32(cuda.blockIdx.x))
+        m_block, h, b = place_of_tile(parts, u32(cuda.blockIdx.x))
         for i in range(SIZE // 4):
             ld_global_v4_f32(x, parts[b, h, m_block], u32(thread + u32(THREADS * i)))
             for j in range(4):
