@@ -362,6 +362,16 @@ class BackwardConfig:
         return 2 * self.block_n * self.block_m
 
     @property
+    def do_first(self):
+        """Whether dO of a tile is loaded before Q, with lse and delta."""
+        return False
+
+    @property
+    def stats_slots(self):
+        """Of lse and delta. What comes with dO may still be read when that has been."""
+        return self.stages + self.do_first
+
+    @property
     def p_bytes(self):
         """Of a tile of P in shared memory, beside dS."""
         return self.ds_bytes if self.shared_keys else 0
@@ -424,7 +434,8 @@ class BackwardConfig:
         dq_bytes = 2 * self.dq_bytes if self.staged else 0
         p_and_ds = self.ds_slots * (self.p_bytes + self.ds_bytes)
         # lse and delta, flags of keys that are not finite, barriers
-        small = self.stages * (8 * self.block_m + 48) + 4 * self.block_n + 128 + 8 * self.ds_slots
+        small = self.stats_slots * 8 * self.block_m + 4 * self.block_n
+        small += 48 * self.stages + 128 + 8 * self.ds_slots
         return tiles + p_and_ds + dq_bytes + small
 
 
@@ -452,6 +463,11 @@ class SplitBackwardConfig(BackwardConfig):
     @property
     def registers(self):
         return 56, 224
+
+    @property
+    def do_first(self):
+        """With one slot each, dO is done with before Q."""
+        return self.stages == 1
 
     @property
     def ds_bytes(self):

@@ -58,7 +58,7 @@ def layout(config):
     to.DQ = u32(to.DS + ds_slots * to.DS_BYTES)
     to.P = u32(to.DQ + 2 * config.staged * config.dq_bytes)
     to.LSE = u32(to.P + ds_slots * config.p_bytes)
-    to.FLAGS = u32(to.LSE + stages * to.STATS_BYTES)
+    to.FLAGS = u32(to.LSE + config.stats_slots * to.STATS_BYTES)
     to.WORK = u32(to.FLAGS + 4 * config.block_n + 8)
     (
         to.N_BLOCK, to.KV_HEAD, to.BATCH, to.HEAD, to.COUNT, to.BEGIN, to.FULL_BEGIN, to.FULL_END,
@@ -141,11 +141,27 @@ def loader(config):
     BATCH, HEAD, BEGIN, END, COUNT = to.BATCH, to.HEAD, to.BEGIN, to.END, to.COUNT
     V, Q, DO, LSE = to.V, to.Q, to.DO, to.LSE
     SLOTS, Q_BYTES, STATS_BYTES = u32(config.stages), to.Q_BYTES, to.STATS_BYTES
+    STATS_SLOTS, DO_FIRST = u32(config.stats_slots), config.do_first
     M_ROWS, N_ROWS = i32(BLOCK_M), i32(BLOCK_N)
     one_event, _, wait_one_before, arrive_one = ring(1)
     q_event, _, wait_q_before, _ = ring(config.stages)
     see_map, load_tile, _, _ = copies(config.loaded_columns, True, config.parts)
     describe, _ = descriptions(config)
+
+    @inlined
+    def load_stats(smem, n, full, stats, tile):
+        """What is exp(s) divided by, and delta."""
+        if lane_index() == 0:
+            mbarrier_arrive_expect_tx(full, STATS_BYTES)
+            at = u32(smem + LSE + n % STATS_SLOTS * STATS_BYTES)
+            cp_async_bulk_load(at, stats[tile], STATS_BYTES, full)
+
+    @inlined
+    def load_do(smem, n, do_map, row0, head, b):
+        wait_q_before(smem, DO_EMPTY, n)
+        full, at = q_event(smem, DO_FULL, n), u32(smem + n % SLOTS * Q_BYTES)
+        load_tile(u32(at + DO), None, do_map, full, M_ROWS, row0, head, b)
+        return full
 
     @inlined
     def load(smem, stats, maps, counter, works, lengths, window, sizes):
@@ -164,17 +180,15 @@ def loader(config):
             m_block, stop = i32(end - 1), u32(n + u32(field(smem, COUNT)))
             while n != stop:
                 row0 = i32(m_block * BLOCK_M)
+                if DO_FIRST:
+                    full = load_do(smem, n, do_map, row0, head, b)
+                    load_stats(smem, n, full, stats, (b, head, m_block))
                 wait_q_before(smem, Q_EMPTY, n)
-                full = q_event(smem, Q_FULL, n)
-                at = u32(smem + n % SLOTS * Q_BYTES)
+                full, at = q_event(smem, Q_FULL, n), u32(smem + n % SLOTS * Q_BYTES)
                 load_tile(u32(at + Q), None, q_map, full, M_ROWS, row0, head, b)
-                if lane == 0:  # what is exp(s) divided by, and delta
-                    mbarrier_arrive_expect_tx(full, STATS_BYTES)
-                    stats_at = u32(smem + LSE + n % SLOTS * STATS_BYTES)
-                    cp_async_bulk_load(stats_at, stats[b, head, m_block], STATS_BYTES, full)
-                wait_q_before(smem, DO_EMPTY, n)
-                full = q_event(smem, DO_FULL, n)
-                load_tile(u32(at + DO), None, do_map, full, M_ROWS, row0, head, b)
+                if not DO_FIRST:
+                    load_stats(smem, n, full, stats, (b, head, m_block))
+                    load_do(smem, n, do_map, row0, head, b)
                 n = u32(n + ONE)
                 head, m_block = step(head, m_block, begin, end)
             work, turn = next_work(counter), u32(turn + ONE)
@@ -255,6 +269,7 @@ def guards(config):
     DO_FULL, DO_READY, N_BLOCK, COUNT = to.DO_FULL, to.DO_READY, to.N_BLOCK, to.COUNT
     Q, DO, LSE, FLAGS = to.Q, to.DO, to.LSE, to.FLAGS
     SLOTS, Q_BYTES, STATS_BYTES = u32(config.stages), to.Q_BYTES, to.STATS_BYTES
+    STATS_SLOTS, STATS_FULL = u32(config.stats_slots), DO_FULL if config.do_first else Q_FULL
     _, wait_one, _, arrive_one = ring(1)
     _, wait_q, _, arrive_q = ring(config.stages)
     poison = guard(config.factors, config.block_n, config.loaded_columns).poison
@@ -274,10 +289,10 @@ def guards(config):
                 poison(smem, u32(smem + FLAGS), i32(warp - 2), i32(2))
             arrive_one(smem, KV_READY, turn)
             while n != stop:
-                wait_q(smem, Q_FULL, n)
+                wait_q(smem, STATS_FULL, n)
                 wait_q(smem, full, n)
                 tile = u32(smem + at + n % SLOTS * Q_BYTES)
-                clear(tile, u32(smem + LSE + n % SLOTS * STATS_BYTES))
+                clear(tile, u32(smem + LSE + n % STATS_SLOTS * STATS_BYTES))
                 arrive_q(smem, ready, n)
                 n = u32(n + ONE)
             turn = u32(turn + ONE)
@@ -296,7 +311,8 @@ def consumer(config):
     to, BLOCK_M, BLOCK_N = layout(config), config.block_m, config.block_n
     SHARED, QUERIES = config.shared_keys, config.queries
     OWN_KEYS = config.block_n > 64  # a consumer has keys of its own
-    SLOTS, Q_BYTES, STATS_BYTES = u32(config.stages), to.Q_BYTES, to.STATS_BYTES
+    SLOTS, Q_BYTES = u32(config.stages), to.Q_BYTES
+    STATS_SLOTS, STATS_BYTES = u32(config.stats_slots), to.STATS_BYTES
     N_BLOCK, Q_LENGTH, KV_LENGTH, OFFSET = to.N_BLOCK, to.Q_LENGTH, to.KV_LENGTH, to.OFFSET
     LSE, FLAGS, ZERO = to.LSE, to.FLAGS, f32(0)
     _, masked = descriptions(config)
@@ -334,7 +350,7 @@ def consumer(config):
         """Of this thread's queries: lse, or delta where `offset` is STATS."""
         pair = cuda.local.array(2, np.float32)
         lane = u32(lane_index()) & u32(3)
-        at = u32(smem + LSE + offset + n % SLOTS * STATS_BYTES)
+        at = u32(smem + LSE + offset + n % STATS_SLOTS * STATS_BYTES)
         at = u32(at + query0 * u32(4) + lane * u32(8))
         for j in range(QUERIES // 8):
             ld_shared_v2_f32(pair, u32(at + u32(32 * j)))
@@ -405,6 +421,8 @@ def barriers(config):
     DO_FULL, DO_READY, DO_EMPTY = to.DO_FULL, to.DO_READY, to.DO_EMPTY
     DQ_FULL, DQ_EMPTY, DS_FULL = to.DQ_FULL, to.DQ_EMPTY, to.DS_FULL
     CONSUMERS, LANES = u32(config.consumers), u32(32)
+    DO_LOADS = TWO if config.do_first else ONE  # copies that come with dO
+    Q_LOADS = ONE if config.do_first else TWO
     THREADS, DQ_THREADS = u32(128 * config.consumers), u32(config.dq_threads)
     KV_GUARDS = u32(64 + 32 * (config.staged or config.deterministic))
     one_event, two_events, ds_event, q_event = (
@@ -422,11 +440,11 @@ def barriers(config):
         mbarrier_init(one_event(smem, KV_READY, u32(0)), KV_GUARDS)
         mbarrier_init(one_event(smem, KV_EMPTY, u32(0)), THREADS)
         for i in range(STAGES):
-            mbarrier_init(q_event(smem, Q_FULL, u32(i)), TWO)
+            mbarrier_init(q_event(smem, Q_FULL, u32(i)), Q_LOADS)
             mbarrier_init(q_event(smem, Q_READY, u32(i)), LANES)
             mbarrier_init(q_event(smem, DO_READY, u32(i)), LANES)
             mbarrier_init(q_event(smem, Q_EMPTY, u32(i)), THREADS)
-            mbarrier_init(q_event(smem, DO_FULL, u32(i)), ONE)
+            mbarrier_init(q_event(smem, DO_FULL, u32(i)), DO_LOADS)
             mbarrier_init(q_event(smem, DO_EMPTY, u32(i)), CONSUMERS)
         fence_mbarrier_init()
 
