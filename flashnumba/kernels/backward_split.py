@@ -51,11 +51,11 @@ from flashnumba.kernels.backward_block import (
 from flashnumba.kernels.backward_passes import place as place_of_tile
 from flashnumba.ptx.barrier import bar_arrive, bar_sync, setmaxnreg_dec, setmaxnreg_inc
 from flashnumba.ptx.layout import descriptor_constant, k_major, mn_major
-from flashnumba.ptx.memory import ld_global_v4_f32, red_global_add_f32
+from flashnumba.ptx.memory import ld_global_v4_f32, red_global_add_f32, st_global_fragment
 from flashnumba.ptx.shared import (
     cvta_to_shared,
     fence_proxy_async,
-    ld_shared_v4_f32,
+    ld_shared_v4_u32,
     st_shared_v4_f32,
 )
 from flashnumba.ptx.thread import ex2, opaque
@@ -164,6 +164,7 @@ def make_backward(config):
     multiply, multiply_ds = products(config)
     wait_acc, fence_left = wgmma_wait_group(0, ACC_SIZE), wgmma_fence_of(0, P_SIZE)
     clear, red_global_add = zero(ACC_SIZE), red_global_add_f32(BLOCK_M * D, ACC_SIZE, 128)
+    store_fragment = st_global_fragment(D)
     release_registers = setmaxnreg_dec(config.registers[0])
     take_registers = setmaxnreg_inc(config.registers[1])
     split, to_shared = to_parts(PARTS, S_SIZE), parts_to_shared(PARTS, BLOCK_M, SUBTILE)
@@ -204,16 +205,16 @@ def make_backward(config):
     def score_gradients(dp, smem, warp, n, m_block, full, window):
         """dp becomes ds = p (dp - delta), when p is there."""
         delta = cuda.local.array(STATS_SIZE, np.float32)
-        p = cuda.local.array(4, np.float32)
+        p = cuda.local.array(4, np.uint32)
         load_stats(smem, n, u32(0), STATS, delta)
         bar_sync(P_FULL, u32(256))
         at = own_p(smem)
         for j in range(BLOCK_M // 8):
-            ld_shared_v4_f32(p, u32(at + u32(j) * FOURS))
+            ld_shared_v4_u32(p, u32(at + u32(j) * FOURS))
             for r in range(2):
                 for x in range(2):
                     i = 4 * j + 2 * r + x
-                    dp[i] = p[2 * r + x] * (dp[i] - delta[2 * j + x])
+                    dp[i] = p[2 * r + x].view(np.float32) * (dp[i] - delta[2 * j + x])
         if masked_tile(full, m_block):
             hide(dp, smem, warp, m_block, window)
 
@@ -248,19 +249,15 @@ def make_backward(config):
             arrive_two(smem, DQ_FULL, n)
 
     @inlined
-    def write(x, place, warp, acc, factor):
+    def write(x, place, warp, acc):
         """A thread's part of dk or dv, from registers."""
         n_block, h, b = place
         row, lane = i32(row0_of(warp)), opaque(u32(lane_index()))
         key = i32(n_block * BLOCK_N + row + i32(lane >> u32(2)))
         column = i32(lane << ONE & u32(6))
-        for r in range(2):
-            if key + 8 * r < x.shape[1]:
-                x_row = x[b, u32(key + 8 * r), h, column:]
-                for j in range(D // 8):
-                    for y in range(2):
-                        if 8 * j + y < x_row.shape[0]:
-                            x_row[8 * j + y] = acc[4 * j + 2 * r + y] * factor
+        own = x[b, :, h, column:]
+        pitch, width = i32(x.strides[1]), i32(own.shape[1] * 4)
+        store_fragment(own, key, pitch, i32(x.shape[1]), width, acc)
 
     @inlined
     def visit(smem, n):
@@ -307,7 +304,7 @@ def make_backward(config):
                 head, m_block = step(head, m_block, begin, end)
             place = keys_of(smem)
             arrive_one(smem, KV_EMPTY, turn)
-            write(dv, place, warp, acc, f32(1))
+            write(dv, place, warp, acc)
             turn = u32(turn + ONE)
             wait_one(smem, KV_READY, turn)
 
@@ -357,7 +354,9 @@ def make_backward(config):
                 head, m_block = step(head, m_block, begin, end)
             place = keys_of(smem)
             arrive_one(smem, KV_EMPTY, turn)
-            write(dk, place, warp, acc, scale)
+            for i in range(ACC_SIZE):
+                acc[i] *= scale
+            write(dk, place, warp, acc)
             turn = u32(turn + ONE)
             wait_one(smem, KV_READY, turn)
 

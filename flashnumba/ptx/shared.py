@@ -153,12 +153,6 @@ def ld_shared_v2_f32(x: writes(f32, 2), a: u32):
     x[:2] = memory().load(a, np.float32, 2)
 
 
-@instruction("ld.shared.v4.f32 {x}, [{a}];")
-def ld_shared_v4_f32(x: writes(f32, 4), a: u32):
-    """x = four numbers at a, a multiple of 16."""
-    x[:4] = memory().load(a, np.float32, 4)
-
-
 @instruction("st.shared.v4.f32 [{a}], {{{x0}, {x1}, {x2}, {x3}}};")
 def st_shared_v4_f32(a: u32, x0: f32, x1: f32, x2: f32, x3: f32):
     """Four numbers to address a, a multiple of 16."""
