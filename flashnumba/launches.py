@@ -25,8 +25,7 @@ ROWS_AT_ONCE = 8  # of a block of `split`
 FAR = 1 << 30  # further than any key is from any query here, and small enough for 32 bits
 
 
-FORWARD = ("split", "forward")  # of float32 on Hopper; of others the second alone. `split` comes
-# first in its backward, too
+FORWARD = ("split", "forward")  # of float32 on Hopper, as before gradients; of others the second
 BACKWARD = ("prepare", "backward", "convert")  # of the kernels on tensor cores
 
 
@@ -219,7 +218,7 @@ def _works_and_mask(p, config):
     if p.deterministic and not p.masked:
         together = kv_heads_in_turn(batch, heads_kv, n_blocks, at_once)
     else:
-        columns = config.loaded_columns
+        columns = config.head_dim * (config.parts + 1) // 2  # 4 bytes a part, and 4 of dq
         together = kv_heads_together(batch, heads_q, heads_kv, seqlen_q, columns, p.masked)
     works = batch * heads_kv * n_blocks
     sizes = works, n_blocks, together, seqlen_q, seqlen_kv, heads_kv
