@@ -367,6 +367,11 @@ class BackwardConfig:
         return False
 
     @property
+    def pieces(self):
+        """In how many a tile of Q, and of dO, is given back and loaded."""
+        return 1
+
+    @property
     def stats_slots(self):
         """Of lse and delta. What comes with dO may still be read when that has been."""
         return self.stages + self.do_first
@@ -435,7 +440,7 @@ class BackwardConfig:
         p_and_ds = self.ds_slots * (self.p_bytes + self.ds_bytes)
         # lse and delta, flags of keys that are not finite, barriers
         small = self.stats_slots * 8 * self.block_m + 4 * self.block_n
-        small += 48 * self.stages + 128 + 8 * self.ds_slots
+        small += (32 + 16 * self.pieces) * self.stages + 128 + 8 * self.ds_slots
         return tiles + p_and_ds + dq_bytes + small
 
 
@@ -468,6 +473,11 @@ class SplitBackwardConfig(BackwardConfig):
     def do_first(self):
         """With one slot each, dO is done with before Q."""
         return self.stages == 1
+
+    @property
+    def pieces(self):
+        """With one slot each, half is loaded while the other is still multiplied."""
+        return 2 if self.stages == 1 else 1
 
     @property
     def ds_bytes(self):

@@ -188,7 +188,7 @@ def _backward_mma(p, do, o, lse, dlse, dq, dk, dv):
 def _backward_split(p, do, o, lse, dlse, dq, dk, dv):
     """Scratch beside that is three bfloat16 for a number of q, k, v and do."""
     config = config_of(p, "backward")
-    of_queries, of_keys = config.block_m, config.block_n
+    of_queries, of_keys = config.block_m // config.pieces, config.block_n
     rows, parts, turns = _scratch(p, config)
     calls, maps = _split(
         p, config, (p.q, of_queries), (p.k, of_keys), (p.v, of_keys), (do, of_queries)

@@ -71,7 +71,8 @@ def layout(config):
     to.Q_FULL, to.Q_READY, to.Q_EMPTY, to.DO_FULL, to.DO_READY, to.DO_EMPTY = (
         u32(at + 8 * stages * i) for i in range(6)
     )
-    assert to.DO_EMPTY + 8 * stages <= config.shared_bytes
+    to.Q_EMPTY_2, to.DO_EMPTY_2 = (u32(at + 8 * stages * i) for i in (6, 7))  # of second pieces
+    assert at + 8 * stages * (4 + 2 * config.pieces) <= config.shared_bytes
     return to
 
 
@@ -142,11 +143,21 @@ def loader(config):
     V, Q, DO, LSE = to.V, to.Q, to.DO, to.LSE
     SLOTS, Q_BYTES, STATS_BYTES = u32(config.stages), to.Q_BYTES, to.STATS_BYTES
     STATS_SLOTS, DO_FIRST = u32(config.stats_slots), config.do_first
-    M_ROWS, N_ROWS = i32(BLOCK_M), i32(BLOCK_N)
+    PIECES, Q_EMPTY_2, DO_EMPTY_2 = config.pieces, to.Q_EMPTY_2, to.DO_EMPTY_2
+    M_ROWS, N_ROWS = i32(BLOCK_M // config.pieces), i32(BLOCK_N)
+    BESIDE = u32(128 * BLOCK_M // config.pieces)  # bytes from a piece of a sub-tile to the next
     one_event, _, wait_one_before, arrive_one = ring(1)
     q_event, _, wait_q_before, _ = ring(config.stages)
     see_map, load_tile, _, _ = copies(config.loaded_columns, True, config.parts)
+    load_piece = copies(config.loaded_columns, True, config.parts, config.pieces)[1]
     describe, _ = descriptions(config)
+
+    @inlined
+    def load_second(smem, n, at, empty, full, x_map, row0, h, b):
+        """The second piece of a tile, where it is loaded in two."""
+        if PIECES > 1:
+            wait_q_before(smem, empty, n)
+            load_piece(u32(at + BESIDE), None, x_map, full, M_ROWS, i32(row0 + M_ROWS), h, b)
 
     @inlined
     def load_stats(smem, n, full, stats, tile):
@@ -160,7 +171,8 @@ def loader(config):
     def load_do(smem, n, do_map, row0, head, b):
         wait_q_before(smem, DO_EMPTY, n)
         full, at = q_event(smem, DO_FULL, n), u32(smem + n % SLOTS * Q_BYTES)
-        load_tile(u32(at + DO), None, do_map, full, M_ROWS, row0, head, b)
+        load_piece(u32(at + DO), None, do_map, full, M_ROWS, row0, head, b)
+        load_second(smem, n, u32(at + DO), DO_EMPTY_2, full, do_map, row0, head, b)
         return full
 
     @inlined
@@ -185,7 +197,8 @@ def loader(config):
                     load_stats(smem, n, full, stats, (b, head, m_block))
                 wait_q_before(smem, Q_EMPTY, n)
                 full, at = q_event(smem, Q_FULL, n), u32(smem + n % SLOTS * Q_BYTES)
-                load_tile(u32(at + Q), None, q_map, full, M_ROWS, row0, head, b)
+                load_piece(u32(at + Q), None, q_map, full, M_ROWS, row0, head, b)
+                load_second(smem, n, u32(at + Q), Q_EMPTY_2, full, q_map, row0, head, b)
                 if not DO_FIRST:
                     load_stats(smem, n, full, stats, (b, head, m_block))
                     load_do(smem, n, do_map, row0, head, b)
@@ -421,8 +434,9 @@ def barriers(config):
     DO_FULL, DO_READY, DO_EMPTY = to.DO_FULL, to.DO_READY, to.DO_EMPTY
     DQ_FULL, DQ_EMPTY, DS_FULL = to.DQ_FULL, to.DQ_EMPTY, to.DS_FULL
     CONSUMERS, LANES = u32(config.consumers), u32(32)
-    DO_LOADS = TWO if config.do_first else ONE  # copies that come with dO
-    Q_LOADS = ONE if config.do_first else TWO
+    PIECES, Q_EMPTY_2, DO_EMPTY_2 = config.pieces, to.Q_EMPTY_2, to.DO_EMPTY_2
+    Q_LOADS = u32(config.pieces + 1 - config.do_first)  # lse and delta come with one of both
+    DO_LOADS = u32(config.pieces + config.do_first)
     THREADS, DQ_THREADS = u32(128 * config.consumers), u32(config.dq_threads)
     KV_GUARDS = u32(64 + 32 * (config.staged or config.deterministic))
     one_event, two_events, ds_event, q_event = (
@@ -446,6 +460,9 @@ def barriers(config):
             mbarrier_init(q_event(smem, Q_EMPTY, u32(i)), THREADS)
             mbarrier_init(q_event(smem, DO_FULL, u32(i)), DO_LOADS)
             mbarrier_init(q_event(smem, DO_EMPTY, u32(i)), CONSUMERS)
+            if PIECES > 1:
+                mbarrier_init(q_event(smem, Q_EMPTY_2, u32(i)), THREADS)
+                mbarrier_init(q_event(smem, DO_EMPTY_2, u32(i)), CONSUMERS)
         fence_mbarrier_init()
 
     return make_barriers

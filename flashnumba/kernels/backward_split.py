@@ -144,6 +144,7 @@ def make_backward(config):
     BEGIN, FULL_BEGIN, FULL_END, END = to.BEGIN, to.FULL_BEGIN, to.FULL_END, to.END
     KV_READY, KV_EMPTY, DQ_FULL, DQ_EMPTY = to.KV_READY, to.KV_EMPTY, to.DQ_FULL, to.DQ_EMPTY
     Q_READY, Q_EMPTY, DO_READY, DO_EMPTY = to.Q_READY, to.Q_EMPTY, to.DO_READY, to.DO_EMPTY
+    PIECES, Q_EMPTY_2, DO_EMPTY_2 = config.pieces, to.Q_EMPTY_2, to.DO_EMPTY_2
     _, wait_one, _, arrive_one = ring(1)
     _, wait_two, _, arrive_two = ring(2)
     _, wait_q, _, arrive_q = ring(config.stages)
@@ -155,14 +156,23 @@ def make_backward(config):
     # In a tile, sub-tiles of the same 64 columns of all parts follow each other.
     K_MAJOR, DS_MN = u64(descriptor_constant()), u64(descriptor_constant())
     PARTS_MN, COLUMNS_MN = (u64(descriptor_constant(SUBTILE * n)) for n in (1, PARTS))
-    pairs, of_queries = factors(PARTS), range(BLOCK_M // 16)
-    left_steps = tuple(i * len(of_queries) + k for i, _ in pairs for k in of_queries)
-    right_steps = tuple(SUBTILE * j + mn_major(k) for _, j in pairs for k in of_queries)
-    ds_steps = tuple(SUBTILE * i + mn_major(k) for i, _ in pairs for k in of_queries)
-    gemm_dkv = wgmma_rs(D, config.factors, right_steps, a_steps=left_steps, add=False)
-    gemm_dq = wgmma_ss(D, config.factors, ds_steps, right_steps, True, True)
+    pairs, PIECE = factors(PARTS), 4 // PIECES  # in steps of 16 queries
+
+    def of_rows(steps, add):
+        """dv = p do of some of the queries, and dk = ds q."""
+        left = tuple(4 * i + k for i, _ in pairs for k in steps)
+        right = tuple(SUBTILE * j + mn_major(k) for _, j in pairs for k in steps)
+        return wgmma_rs(D, config.factors, right, a_steps=left, add=add)
+
+    ds_steps, k_steps = (
+        tuple(SUBTILE * pair[x] + mn_major(k) for pair in pairs for k in range(4)) for x in (0, 1)
+    )
+    gemm_dkv = of_rows(range(PIECE), False)
+    gemm_dkv_2 = PIECES > 1 and of_rows(range(PIECE, 4), True)
+    gemm_dq = wgmma_ss(D, config.factors, ds_steps, k_steps, True, True)
     multiply, multiply_ds = products(config)
     wait_acc, fence_left = wgmma_wait_group(0, ACC_SIZE), wgmma_fence_of(0, P_SIZE)
+    wait_piece = wgmma_wait_group(1, 0)
     clear, red_global_add = zero(ACC_SIZE), red_global_add_f32(BLOCK_M * D, ACC_SIZE, 128)
     store_fragment = st_global_fragment(D)
     release_registers = setmaxnreg_dec(config.registers[0])
@@ -227,11 +237,25 @@ def make_backward(config):
         bar_sync(OWN, u32(128))
 
     @inlined
-    def issue_dkv(tile, left, right):
-        """A tile's part of dv = p do, or of dk = ds q."""
+    def give_back(smem, n, empty, one):
+        """This consumer, or if `one` is None this thread, needs a tile or piece no more."""
+        if one is None or u32(cuda.threadIdx.x) & u32(127) == u32(0):
+            arrive_q(smem, empty, n)
+
+    @inlined
+    def multiply_tile(smem, n, tile, left, right, empty, empty_2, one):
+        """A tile's part of dv = p do, or of dk = ds q; its right factor is given back."""
+        right = descriptor(COLUMNS_MN, right)
         fence_left(left)
-        gemm_dkv(tile, left, descriptor(COLUMNS_MN, right))
+        gemm_dkv(tile, left, right)
         wgmma_commit_group()
+        if PIECES > 1:
+            gemm_dkv_2(tile, left, right)
+            wgmma_commit_group()
+            wait_piece(tile)
+            give_back(smem, n, empty, one)
+        wait_acc(tile)
+        give_back(smem, n, empty_2 if PIECES > 1 else empty, one)
 
     @inlined
     def accumulate(acc, tile):
@@ -291,14 +315,14 @@ def make_backward(config):
                 q_tile = slot(u32(smem + Q), n)
                 multiply(descriptor(K_MAJOR, smem), descriptor(K_MAJOR, q_tile), both, s)
                 probabilities(s, smem, warp, n, m_block, full, window, poisoned, scale_log2)
-                arrive_q(smem, Q_EMPTY, n)
+                give_back(smem, n, Q_EMPTY, None)
+                if PIECES > 1:
+                    give_back(smem, n, Q_EMPTY_2, None)
                 give(smem, s)
                 split(p, s)
                 wait_q(smem, DO_READY, n)
-                issue_dkv(tile, p, slot(u32(smem + DO), n))
-                wait_acc(tile)
-                if u32(cuda.threadIdx.x) & u32(127) == u32(0):
-                    arrive_q(smem, DO_EMPTY, n)
+                do_tile = slot(u32(smem + DO), n)
+                multiply_tile(smem, n, tile, p, do_tile, DO_EMPTY, DO_EMPTY_2, True)
                 accumulate(acc, tile)
                 n = u32(n + ONE)
                 head, m_block = step(head, m_block, begin, end)
@@ -330,15 +354,15 @@ def make_backward(config):
                 wait_q(smem, DO_READY, n)
                 do_tile = slot(u32(smem + DO), n)
                 multiply(descriptor(K_MAJOR, smem + V), descriptor(K_MAJOR, do_tile), both, dp)
-                if u32(cuda.threadIdx.x) & u32(127) == u32(0):
-                    arrive_q(smem, DO_EMPTY, n)
+                give_back(smem, n, DO_EMPTY, True)
+                if PIECES > 1:
+                    give_back(smem, n, DO_EMPTY_2, True)
                 wait_q(smem, Q_READY, n)
                 score_gradients(dp, smem, warp, n, m_block, full, window)
                 split(ds, dp)
                 share(smem, warp, ds)
-                issue_dkv(tile, ds, slot(u32(smem + Q), n))
-                wait_acc(tile)
-                arrive_q(smem, Q_EMPTY, n)
+                q_tile = slot(u32(smem + Q), n)
+                multiply_tile(smem, n, tile, ds, q_tile, Q_EMPTY, Q_EMPTY_2, None)
                 ds_tile = descriptor(DS_MN, smem + DS)
                 if D == 64:
                     accumulate(acc, tile)
