@@ -90,7 +90,6 @@ OF_SPLIT_BACKWARD = {
     "ds where p is still read": (OWN + "        to_shared", NOTHING + "        to_shared"),
     "no fence before ds is read": ("fence_proxy_async()\n", NOTHING),
     "Q given back too early": ("share(smem, warp, ds)\n", "arrive_q(smem, Q_EMPTY, n)\n"),
-    "a piece given back too early": ("wait_piece(tile)\n", NOTHING),
     "Q not given back": ("give_back(smem, n, Q_EMPTY, None)\n", NOTHING),
     "second pieces not given back": ("empty_2 if PIECES > 1 else empty", "empty"),
     "second pieces of the first rows": ("i32(row0 + M_ROWS)", "row0"),

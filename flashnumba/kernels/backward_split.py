@@ -11,7 +11,8 @@ consumers share the keys, each with products of its own:
                                                       dq = ds^T k, added in global memory
 
 While one computes p or ds, the other multiplies. p as float32 and ds in parts take turns in one
-place: there is room for the next p when dq is done.
+place: there is room for the next p when dq is done. At head_dim 128 there is one slot for Q and one
+for dO: half of the next tile is loaded when dv or dk of that half is done.
 
 Tensor cores cut off what does not fit an accumulator. Over thousands of products that would be a
 bias of many bits; so each tile's sum begins at 0, and dk, dv and dq are sums of rounded float32
