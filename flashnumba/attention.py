@@ -357,6 +357,8 @@ def _backward(p, do, o, lse, dlse):
         return blas.backward(do, dlse, p.q, p.k, p.v, o, lse, scale=p.scale, **p.mask())
     grads = [arrays.allocate(p.xp, x.shape, x.dtype, p.layout) for x in (p.q, p.k, p.v)]
     form = {"wgmma": arrays.for_tma, "mma": arrays.of_whole_rows}.get(p.kernels_backward)
+    if p.split:
+        form = arrays.of_whole_rows
     new = grads if form is None else [form(x, copy=False) for x in grads]
     for name, blocks, args in backward_calls(p, do, o, lse, dlse, *new):
         _launch(p, name, blocks, *args)

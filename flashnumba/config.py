@@ -316,6 +316,13 @@ class BackwardConfig:
     lagging: bool = False  # dQ a tile later, so that consumers need not keep in step
     deterministic: bool = False  # blocks add to dQ in the order of their keys
 
+    parts = 1  # of a number; SplitBackwardConfig has more
+
+    @property
+    def factors(self):
+        """The dtype that tensor cores multiply."""
+        return self.dtype
+
     @property
     def shared_keys(self):
         return self.head_dim == 256
@@ -323,6 +330,16 @@ class BackwardConfig:
     @property
     def block_n(self):
         return 64 if self.shared_keys else 64 * self.consumers
+
+    @property
+    def queries(self):
+        """Of a tile of s and dp, in one consumer."""
+        return self.block_m // self.consumers if self.shared_keys else self.block_m
+
+    @property
+    def loaded_columns(self):
+        """Columns of a tile: each part of a number is in columns of its own."""
+        return self.parts * self.head_dim
 
     @property
     def threads(self):
@@ -335,15 +352,35 @@ class BackwardConfig:
 
     @property
     def q_bytes(self):
-        return 2 * self.block_m * self.head_dim
+        return 2 * self.block_m * self.loaded_columns
 
     @property
     def kv_bytes(self):
-        return 2 * self.block_n * self.head_dim
+        return 2 * self.block_n * self.loaded_columns
 
     @property
     def ds_bytes(self):
         return 2 * self.block_n * self.block_m
+
+    @property
+    def do_first(self):
+        """Whether dO of a tile is loaded before Q, with lse and delta."""
+        return False
+
+    @property
+    def pieces(self):
+        """In how many a tile of Q, and of dO, is given back and loaded."""
+        return 1
+
+    @property
+    def stats_slots(self):
+        """Of lse and delta. What comes with dO may still be read when that has been."""
+        return self.stages + self.do_first
+
+    @property
+    def p_bytes(self):
+        """Of a tile of P in shared memory, beside dS."""
+        return self.ds_bytes if self.shared_keys else 0
 
     @property
     def ds_slots(self):
@@ -393,13 +430,72 @@ class BackwardConfig:
         return self.head_dim if self.deferred else self.head_dim // self.consumers
 
     @property
+    def dq_threads(self):
+        """That compute a tile of dq."""
+        return 128 if self.deferred else 128 * self.consumers
+
+    @property
     def shared_bytes(self):
         tiles = 2 * self.kv_bytes + 2 * self.stages * self.q_bytes
         dq_bytes = 2 * self.dq_bytes if self.staged else 0
-        p_and_ds = self.ds_slots * (1 + self.shared_keys) * self.ds_bytes
+        p_and_ds = self.ds_slots * (self.p_bytes + self.ds_bytes)
         # lse and delta, flags of keys that are not finite, barriers
-        small = self.stages * (8 * self.block_m + 48) + 4 * self.block_n + 128 + 8 * self.ds_slots
+        small = self.stats_slots * 8 * self.block_m + 4 * self.block_n
+        small += (32 + 16 * self.pieces) * self.stages + 128 + 8 * self.ds_slots
         return tiles + p_and_ds + dq_bytes + small
+
+
+@dataclass(frozen=True)
+class SplitBackwardConfig(BackwardConfig):
+    """Tiles of kernels/backward_split.py: 64 keys, queries 64 at a time, float32 as so many parts.
+
+    One consumer computes dv, the other dk and dq.
+    """
+
+    parts: int = 3
+
+    @property
+    def factors(self):
+        return "bfloat16"
+
+    @property
+    def itemsize(self):
+        return 4
+
+    @property
+    def block_n(self):
+        return 64
+
+    @property
+    def registers(self):
+        return 56, 224
+
+    @property
+    def do_first(self):
+        """With one slot each, dO is done with before Q."""
+        return self.stages == 1
+
+    @property
+    def pieces(self):
+        """With one slot each, half is loaded while the other is still multiplied."""
+        return 2 if self.stages == 1 else 1
+
+    @property
+    def ds_bytes(self):
+        """Of dS in parts, or of p as float32 before: they share their place."""
+        return max(2 * self.parts, 4) * self.block_n * self.block_m
+
+    @property
+    def ds_slots(self):
+        return 1
+
+    @property
+    def dq_columns(self):
+        return self.head_dim
+
+    @property
+    def dq_threads(self):
+        return 128
 
 
 @dataclass(frozen=True)
@@ -508,9 +604,7 @@ def choose_mma(dtype, head_dim, machine, negative=False, simulated=False, produc
     return None
 
 
-def choose_mma_backward(
-    dtype, head_dim, machine, deterministic=False, simulated=False, products=3
-):
+def choose_mma_backward(dtype, head_dim, machine, deterministic=False, simulated=False, products=3):
     """The same of backward_mma.py."""
     width, generation = width_of(head_dim), generation_of(machine)
     itemsize = 4 if dtype == "float32" else 2
@@ -582,6 +676,18 @@ def choose_split(head_dim, negative=False, parts=3):
     width = width_of(head_dim)
     block_n, stages = SPLIT_TILES[parts, width]
     return WgmmaConfig("float32", width, 2, block_n, stages, 1, True, negative, parts)
+
+
+def choose_split_backward(head_dim, deterministic=False, parts=3):
+    """The tile configuration of backward_split.py: as many slots for Q and dO as there is room for.
+
+    At head_dim 128 that is one of three parts.
+    """
+    width = width_of(head_dim)
+    stages = max(1, 4 - width * parts // 128)
+    return SplitBackwardConfig(
+        "float32", width, stages=stages, deterministic=deterministic, parts=parts
+    )
 
 
 L2_BUDGET = 32 << 20  # bytes

@@ -11,6 +11,7 @@ from flashnumba.config import (
     choose_mma_backward,
     choose_simt,
     choose_split,
+    choose_split_backward,
     choose_wgmma,
     choose_wgmma_backward,
     heads_together,
@@ -24,7 +25,7 @@ ROWS_AT_ONCE = 8  # of a block of `split`
 FAR = 1 << 30  # further than any key is from any query here, and small enough for 32 bits
 
 
-FORWARD = ("split", "forward")  # of float32 on Hopper; of others the second alone
+FORWARD = ("split", "forward")  # of float32 on Hopper, as before gradients; of others the second
 BACKWARD = ("prepare", "backward", "convert")  # of the kernels on tensor cores
 
 
@@ -33,6 +34,8 @@ def config_of(p, name):
     head_dim, kernels = p.q.shape[3], p.kernels_backward if name in BACKWARD else p.kernels
     if p.split and name in FORWARD:
         return choose_split(head_dim, p.scale < 0, p.parts)
+    if p.split and name in BACKWARD:
+        return choose_split_backward(head_dim, p.deterministic, p.parts)
     if kernels == "wgmma" and name == "forward":
         return choose_wgmma(p.dtype, head_dim, p.tma, p.scale < 0)
     if kernels == "wgmma" and name in BACKWARD:
@@ -48,10 +51,12 @@ def config_of(p, name):
 
 def kernel_of(p, name):
     """A kernel, ready to compile or to simulate."""
-    if name in ("prepare", "convert"):
-        module = {"wgmma": "backward_passes", "mma": "backward_mma_passes"}[p.kernels_backward]
-    elif p.split and name in FORWARD:
+    if p.split and name in FORWARD:
         module = "forward_split"
+    elif p.split and name in BACKWARD:
+        module = "backward_mma_passes" if name == "prepare" else "backward_split"
+    elif name in ("prepare", "convert"):
+        module = {"wgmma": "backward_passes", "mma": "backward_mma_passes"}[p.kernels_backward]
     elif name == "backward":
         module = f"backward_{p.kernels_backward}"
     elif name == "forward" and p.kernels != "simt":
@@ -100,16 +105,24 @@ def _forward(p, o, lse):
     return min(tiles, 2 if p.simulated else runtime.multiprocessors()), args
 
 
+def _split(p, config, *tensors):
+    """(calls, maps): what writes tensors part by part, and the scratch it writes."""
+    calls, maps = [], []
+    for x, rows in tensors:
+        parts = p.xp.empty((*x.shape[:3], config.loaded_columns), np.uint16)
+        calls.append(("split", ceil_div(math.prod(x.shape[:3]), ROWS_AT_ONCE), (x, parts)))
+        maps.append(TensorMap(parts, rows))
+    return calls, maps
+
+
 def _forward_split(p, o, lse):
     """Scratch is `parts` bfloat16 for a number of q, k and v."""
     config = config_of(p, "forward")
     batch, seqlen_kv, heads_kv, head_dim = p.k.shape
     heads_q, width = p.q.shape[2], config.loaded_columns
-    calls, maps = [], []
-    for x, rows in ((p.q, config.block_m), (p.k, config.block_n), (p.v, config.block_n)):
-        parts = p.xp.empty((*x.shape[:3], width), np.uint16)
-        calls.append(("split", ceil_div(math.prod(x.shape[:3]), ROWS_AT_ONCE), (x, parts)))
-        maps.append(TensorMap(parts, rows))
+    calls, maps = _split(
+        p, config, (p.q, config.block_m), *((x, config.block_n) for x in (p.k, p.v))
+    )
     works = batch * heads_q * ceil_div(p.q.shape[1], config.block_m)
     group = heads_together(batch, heads_q, heads_kv, seqlen_kv, width, p.masked)
     window = min(p.left, FAR), min(p.right, FAR), p.upper_left
@@ -126,6 +139,8 @@ def backward_calls(p, do, o, lse, dlse, dq, dk, dv):
     Scratch on tensor cores is float32: (batch, heads_q, seqlen_q, head_dim) for dq, two numbers a
     row.
     """
+    if p.split:
+        return _backward_split(p, do, o, lse, dlse, dq, dk, dv)
     on_tensor_cores = {"wgmma": _backward_wgmma, "mma": _backward_mma}.get(p.kernels_backward)
     if on_tensor_cores is not None:
         return on_tensor_cores(p, do, o, lse, dlse, dq, dk, dv)
@@ -172,16 +187,29 @@ def _backward_mma(p, do, o, lse, dlse, dq, dk, dv):
     ]
 
 
-def _backward_wgmma(p, do, o, lse, dlse, dq, dk, dv):
+def _backward_split(p, do, o, lse, dlse, dq, dk, dv):
+    """Scratch beside that is three bfloat16 for a number of q, k, v and do."""
     config = config_of(p, "backward")
-    batch, seqlen_q, heads_q, head_dim = p.q.shape
-    seqlen_kv, heads_kv = p.k.shape[1:3]
-    tiles, n_blocks = ceil_div(seqlen_q, config.block_m), ceil_div(seqlen_kv, config.block_n)
+    of_queries, of_keys = config.block_m // config.pieces, config.block_n
     rows, parts, turns = _scratch(p, config)
-    q_map, do_map, o_map = (TensorMap(arrays.for_tma(x), config.block_m) for x in (p.q, do, o))
-    k_map, v_map = (TensorMap(arrays.for_tma(x), config.block_n) for x in (p.k, p.v))
-    dq_map, dk_map, dv_map = TensorMap(dq, config.block_m), TensorMap(dk, 16), TensorMap(dv, 16)
-    maps = q_map, k_map, v_map, do_map, dk_map, dv_map
+    calls, maps = _split(
+        p, config, (p.q, of_queries), (p.k, of_keys), (p.v, of_keys), (do, of_queries)
+    )
+    blocks, mask = _works_and_mask(p, config)
+    do, o = (arrays.of_whole_rows(x) for x in (do, o))
+    return [
+        *calls,
+        ("prepare", turns.size, (do, o, lse, dlse, p.q_lengths, rows, parts, turns)),
+        ("backward", blocks, (rows, parts, turns, *maps, dk, dv, *mask)),
+        ("convert", turns.size, (parts, dq, p.scale)),
+    ]
+
+
+def _works_and_mask(p, config):
+    """(number of blocks, last arguments) of the Hopper backwards: the mask, and their works."""
+    batch, seqlen_q, heads_q, _ = p.q.shape
+    seqlen_kv, heads_kv = p.k.shape[1:3]
+    n_blocks = ceil_div(seqlen_kv, config.block_n)
     scale_log2 = p.scale_log2 if p.scale >= 0 else -p.scale_log2
     window = min(p.left, FAR), min(p.right, FAR), p.upper_left
     counter = np.zeros(2, np.int32) if p.simulated else runtime.COUNTER
@@ -192,15 +220,28 @@ def _backward_wgmma(p, do, o, lse, dlse, dq, dk, dv):
     if p.deterministic and not p.masked:
         together = kv_heads_in_turn(batch, heads_kv, n_blocks, at_once)
     else:
-        together = kv_heads_together(batch, heads_q, heads_kv, seqlen_q, config.head_dim, p.masked)
+        columns = config.head_dim * (config.parts + 1) // 2  # 4 bytes a part, and 4 of dq
+        together = kv_heads_together(batch, heads_q, heads_kv, seqlen_q, columns, p.masked)
     works = batch * heads_kv * n_blocks
     sizes = works, n_blocks, together, seqlen_q, seqlen_kv, heads_kv
-    m_works = batch * heads_q * tiles
-    m_at_once = min(m_works, PASSES_AT_ONCE * at_once)
+    return min(works, at_once), (*mask, *sizes)
+
+
+def _backward_wgmma(p, do, o, lse, dlse, dq, dk, dv):
+    config = config_of(p, "backward")
+    batch, seqlen_q, heads_q, _ = p.q.shape
+    rows, parts, turns = _scratch(p, config)
+    q_map, do_map, o_map = (TensorMap(arrays.for_tma(x), config.block_m) for x in (p.q, do, o))
+    k_map, v_map = (TensorMap(arrays.for_tma(x), config.block_n) for x in (p.k, p.v))
+    dq_map, dk_map, dv_map = TensorMap(dq, config.block_m), TensorMap(dk, 16), TensorMap(dv, 16)
+    maps = q_map, k_map, v_map, do_map, dk_map, dv_map
+    blocks, mask = _works_and_mask(p, config)
+    m_works = batch * heads_q * ceil_div(seqlen_q, config.block_m)
+    m_at_once = min(m_works, PASSES_AT_ONCE * (1 if p.simulated else runtime.multiprocessors()))
     before = do_map, o_map, lse, dlse, p.q_lengths, rows, parts, turns, m_works
     return [
         ("prepare", m_at_once, before),
-        ("backward", min(works, at_once), (rows, parts, turns, *maps, *mask, *sizes)),
+        ("backward", blocks, (rows, parts, turns, *maps, *mask)),
         ("convert", m_at_once, (parts, dq_map, seqlen_q, p.scale, m_works)),
     ]
 

@@ -151,9 +151,9 @@ def keep_backward(key, p, given, grads):
     if p.q_lengths is not None or p.kv_lengths is not None:
         return
     kernels = p.kernels_backward
-    if kernels == "wgmma" and not all(addressable(x, x.data.ptr) for x in arrays):
+    if kernels == "wgmma" and not p.split and not all(addressable(x, x.data.ptr) for x in arrays):
         return
-    if kernels == "mma" and not all(map(has_whole_rows, arrays)):
+    if (kernels == "mma" or p.split) and not all(map(has_whole_rows, arrays)):
         return
     _keep(key, BackwardPlan(p, given, grads))
 

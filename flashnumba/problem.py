@@ -72,9 +72,8 @@ class Problem:
 
     @property
     def kernels_backward(self):
-        """Whose kernels compute gradients: of float32 on Hopper mma's, and simt's where mma has no
-        tile that fits the GPU."""
-        name = "mma" if self.split else self.kernels
+        """Whose kernels compute gradients: simt's where mma has no tile that fits the GPU."""
+        name = self.kernels
         fits = name != "mma" or config.choose_mma_backward(
             self.dtype, self.q.shape[3], self.machine, simulated=self.simulated
         )

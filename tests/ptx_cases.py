@@ -50,6 +50,7 @@ from flashnumba.ptx.memory import (
     ld_global_v4_f32,
     red_global_add_f32,
     red_global_add_f32_each,
+    st_global_fragment,
     st_global_row,
     st_release_u32,
     wait_acquire_u32,
@@ -354,6 +355,7 @@ def make_stmatrix():
 # --- memory.py and cp_async.py: rows --------------------------------------------------------------
 
 ROW_PARTS, ROW_STEP = 3, 2048  # 16 bytes of every 128 of a row, and where in shared memory each is
+FRAGMENT_COLUMNS = 32
 ROWS, COLUMNS = 40, 168  # of halves, of one head of an array; thread t starts at column 8 (t % 8)
 
 
@@ -426,6 +428,31 @@ def make_rows():
     kernel = kernel_of("rows", kernel, kinds, 64, ROW_PARTS * ROW_STEP)
     machine = {"LDG": ROW_PARTS, "STG": ROW_PARTS, "STS": 1 + ROW_PARTS, "LDS": 1 + ROW_PARTS}
     return Case(kernel, operands, {5: exact, 6: exact}, machine)
+
+
+def make_fragment():
+    """Each warp stores an accumulator to 16 rows of an array, cut at a row and at a width."""
+    store, SIZE = st_global_fragment(FRAGMENT_COLUMNS), FRAGMENT_COLUMNS // 2
+
+    def kernel(x, row_end, width, y):
+        t = i32(cuda.threadIdx.x)
+        acc = cuda.local.array(SIZE, np.float32)
+        for i in range(SIZE):
+            acc[i] = x[t, i]
+        row, column = i32(t // 32 * 16 + t % 32 // 4), i32(t % 4 * 2)
+        target = y[:, 1, column:]
+        first = i32(4 * column)
+        store(target, row, i32(y.strides[0]), row_end[t // 32], i32(width[t // 32] - first), acc)
+
+    def operands(rng):
+        x = rng.standard_normal((128, SIZE)).astype(f32)
+        width = 4 * np.array([FRAGMENT_COLUMNS, 20, 0, FRAGMENT_COLUMNS], i32)
+        y = rng.standard_normal((64, 2, FRAGMENT_COLUMNS)).astype(f32)
+        return [x, np.array([16, 27, 48, 60], i32), width, y]
+
+    n = types.Array(types.int32, 1, "A")
+    kernel = kernel_of("fragment", kernel, [floats(2), n, n, floats(3)], 128)
+    return Case(kernel, operands, {3: exact}, {"STG": FRAGMENT_COLUMNS // 4})
 
 
 def make_cp_async():
@@ -1255,6 +1282,7 @@ def cases():
         "shared": make_shared(),
         "stmatrix": make_stmatrix(),
         "rows": make_rows(),
+        "fragment": make_fragment(),
         "cp_async": make_cp_async(),
         "barriers": make_barriers(),
         "tma": make_tma(),

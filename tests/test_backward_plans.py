@@ -32,11 +32,14 @@ def call(inputs, form="bshd", seed=0, **options):
 
 
 @pytest.mark.parametrize("form", LAYOUTS)
-@pytest.mark.parametrize("name", ["simt", "wgmma"])
+@pytest.mark.parametrize("name", ["simt", "wgmma", "wgmma float32"])
 def test_the_second_call_takes_a_plan(gpu, nothing_checked, name, form):  # noqa: F811
     """Its results are those of a pullback, in the caller's form, to the bit; so with dlse."""
     gpu.run = True
     heads = {"heads": 1} if form == "bare" else {"heads": 2, "heads_kv": 1}
+    name, _, dtype = name.partition(" ")
+    if dtype:
+        heads["dtype"] = dtype
     options = {"backend": name, "deterministic": True}
     other, other_dlse, _, pullback = call(arrays(seed=1, **heads), form, 1, **options)
     first, dlse, options, _ = call(arrays(**heads), form, **options)

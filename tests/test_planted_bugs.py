@@ -17,6 +17,7 @@ from flashnumba.device import fragment, product, softmax
 from flashnumba.kernels import (
     backward_block,
     backward_mma,
+    backward_split,
     backward_wgmma,
     forward_block,
     forward_mma,
@@ -75,6 +76,35 @@ OF_BACKWARD = {
     "ds where dv still leaves from": ("wait_stores()  # of the work before", "pass  # "),
     "the next work's tiles counted from 0": ("n = consume_tiles(", "consume_tiles("),
     "k of the other columns": (DQ, DQ.replace("k_columns", "smem")),
+}
+
+OWN = "bar_sync(OWN, u32(128))\n"
+OF_SPLIT_BACKWARD = {
+    "no wait for Q": ("wait_q(smem, Q_READY, n)\n", NOTHING),
+    "no wait for dO": ("wait_q(smem, DO_READY, n)\n", NOTHING),
+    "no wait for s": ("wait_wide(both)\n            wait_narrow(x)\n", NOTHING),
+    "no wait for dv, dk": ("wait_acc(tile)\n", NOTHING),
+    "no wait for dq": ("wait_acc(dq)\n", NOTHING),
+    "no wait for p": ("bar_sync(P_FULL, u32(256))\n", NOTHING),
+    "p where ds is still read": ("bar_sync(P_EMPTY, u32(256))\n", NOTHING),
+    "ds where p is still read": (OWN + "        to_shared", NOTHING + "        to_shared"),
+    "no fence before ds is read": ("fence_proxy_async()\n", NOTHING),
+    "Q given back too early": ("share(smem, warp, ds)\n", "arrive_q(smem, Q_EMPTY, n)\n"),
+    "Q not given back": ("give_back(smem, n, Q_EMPTY, None)\n", NOTHING),
+    "second pieces not given back": ("empty_2 if PIECES > 1 else empty", "empty"),
+    "second pieces of the first rows": ("i32(row0 + M_ROWS)", "row0"),
+    "turn not passed on": (TURN, NOTHING),
+    "p not masked": ("hide(s, smem, warp, m_block, window)", "pass"),
+    "dk not scaled": ("acc[i] *= scale\n", NOTHING),
+    "not cleared": ("clear(acc)\n", NOTHING),
+    "not added up": ("acc[i] += tile[i]", "acc[i] = tile[i]"),
+    "K not cleaned": ("poison(smem, u32(smem + FLAGS), i32(warp - 2), i32(2))", "pass"),
+    "K replaced too early": (
+        "wait_one_before(smem, KV_EMPTY, turn)\n            describe",
+        "describe",
+    ),
+    "parts of the other columns": ("4 * (k // 4 * PARTS + part)", "4 * (k // 4 + 2 * part)"),
+    "lowest parts left out": ("f32(x[i] + both[SIZE + i])", "both[SIZE + i]"),
 }
 
 
@@ -189,6 +219,17 @@ def example_of_warps_backward(dtype):
     return (do, q, k, v), {"causal": True, "window": (30, None), **lengths}
 
 
+def example_of_split_backward(dim):
+    """Rows of more than one tile; a key that no query sees is not finite.
+
+    With 128 columns there is one slot for tiles of queries, with 64 there are several.
+    """
+    rng = np.random.default_rng(0)
+    do, q, k, v = (rng.standard_normal((1, 140, 1, dim)).astype(np.float32) for _ in range(4))
+    k[0, 138:] = v[0, 138:] = np.nan
+    return (do, q, k, v), {"causal": True, "kv_lengths": [138], "window": (100, None)}
+
+
 def random_numbers(dtype, queries, keys):
     """do, q, k, v with 64 columns."""
     rng = np.random.default_rng(0)
@@ -268,6 +309,19 @@ def test_a_bug_in_the_backward_is_found(bug, monkeypatch):
     broken(monkeypatch, *OF_BACKWARD[bug], backward_block, backward_wgmma)
     with pytest.raises(FOUND):
         check_backward("simulator-wgmma", *example())
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_split_backward_without_a_bug(dim):
+    check_backward("simulator-wgmma", *example_of_split_backward(dim))
+
+
+@pytest.mark.parametrize("bug", OF_SPLIT_BACKWARD)
+def test_a_bug_in_the_split_backward_is_found(bug, monkeypatch):
+    broken(monkeypatch, *OF_SPLIT_BACKWARD[bug], backward_block, backward_split)
+    dim = 64 if bug == "p where ds is still read" else 128
+    with pytest.raises(FOUND):
+        check_backward("simulator-wgmma", *example_of_split_backward(dim))
 
 
 @pytest.mark.parametrize("bug", [*OF_WARPS, *OF_WARPS_IN_FLOAT32])

@@ -289,6 +289,19 @@ def test_rows():
         assert set(np.clip(-(-w // 128), 0, ROW_PARTS)) == set(range(ROW_PARTS + 1))
 
 
+def test_fragment():
+    """An accumulator's rows and columns, without those past a row and a width."""
+    x, row_end, width, after = simulated("fragment")
+    y = operands("fragment")[3]
+    rows, columns = accumulator(2 * x.shape[1])
+    tile = np.empty((64, 2 * x.shape[1]), f32)
+    tile[rows, columns] = x
+    for warp in range(4):
+        inside = slice(16 * warp, row_end[warp]), slice(width[warp] // 4)
+        y[:, 1][inside] = tile[inside]
+    np.testing.assert_array_equal(after, y)
+
+
 def test_copies_in_groups():
     """After a wait for the older group it is there; after the next all is, and the rest stayed."""
     x, row, inside, width, at, older, both = simulated("cp_async")

@@ -34,12 +34,15 @@ i32, u32 = np.int32, np.uint32
 
 
 @cache
-def copies(head_dim, tma):
+def copies(head_dim, tma, parts=1, pieces=1):
     """(see_map, load_tile, store_rows, wait_stores), for a warp; without `tma` maps are not read.
 
-    `see_map` comes before the first use of a map.
+    `see_map` comes before the first use of a map. Columns that are `parts` of numbers are loaded so
+    that sub-tiles of the same columns of all parts follow each other. Tiles are loaded in so many
+    `pieces` of rows, of which load_tile loads one.
     """
     SUBTILES = head_dim // 64
+    OF_PART = SUBTILES // parts
 
     @inlined
     def see_map(x_map):
@@ -55,7 +58,8 @@ def copies(head_dim, tma):
             if lane == 0:
                 mbarrier_arrive_expect_tx(full, u32(2 * head_dim * rows))
                 for i in range(SUBTILES):
-                    part = target + u32(128 * rows * i)
+                    place = i if parts == 1 else i % OF_PART * parts + i // OF_PART
+                    part = target + u32(128 * rows * pieces * place)
                     cp_async_bulk_tensor_load(part, x_map, full, 64 * i, row0, h, b)
         else:
             for i in range(lane, i32(rows * head_dim // 2), i32(32)):  # two halves at a time

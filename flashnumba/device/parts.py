@@ -13,6 +13,8 @@ from functools import cache
 import numpy as np
 
 from flashnumba.device import inlined
+from flashnumba.device.fragment import first_rows
+from flashnumba.ptx.shared import stmatrix_x4
 from flashnumba.ptx.thread import cvt_bf16x2
 
 u32, f32 = np.uint32, np.float32
@@ -21,6 +23,16 @@ u32, f32 = np.uint32, np.float32
 def factors(parts):
     """Which parts of x and of y are multiplied, the smallest products first."""
     return [(i, total - i) for total in reversed(range(parts)) for i in range(total + 1)]
+
+
+def by_pairs(parts):
+    """The same where y0 and y1 can be multiplied at once.
+
+    Which parts of x are multiplied with both, and which parts of x and of y beside, the smallest
+    products first.
+    """
+    both = list(reversed(range(parts - 1)))
+    return both, [(i, j) for i, j in factors(parts) if j > 1 or i not in both]
 
 
 @inlined
@@ -50,3 +62,20 @@ def to_parts(parts, size):
             p[(parts - 1) * HALF + i] = cvt_bf16x2(x, y)
 
     return to_parts
+
+
+@cache
+def parts_to_shared(parts, columns, part_bytes):
+    """Parts as `to_parts` packs them to a warp's 16 rows of tiles, `part_bytes` apart."""
+    assert columns <= 64
+
+    @inlined
+    def parts_to_shared(p, tile):
+        start = first_rows(tile)
+        for part in range(parts):
+            for i in range(columns // 16):
+                x, at = part * columns // 4 + 4 * i, u32(start ^ u32(32 * i))
+                at = u32(at + u32(part * part_bytes))
+                stmatrix_x4(at, p[x], p[x + 1], p[x + 2], p[x + 3])
+
+    return parts_to_shared

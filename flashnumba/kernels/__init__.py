@@ -8,6 +8,8 @@
                 float16, bfloat16, and float32 as the sum of two TF32 numbers.
     forward_wgmma.py, backward_wgmma.py
                 Hopper. TMA brings tiles, wgmma multiplies them, warps have roles. Halves only.
+    forward_split.py, backward_split.py
+                The same for float32 as the sum of three bfloat16 numbers.
 
 A kernel file holds control flow, barriers and memory layout, top to bottom. Kernels come from
 factories that take a frozen configuration (config.py) and return a `config.Kernel`; runtime.py

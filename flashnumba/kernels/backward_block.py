@@ -1,7 +1,7 @@
-"""A block of the Hopper backward, but for the warps that compute (those: backward_wgmma.py).
+"""A block of the Hopper backwards (backward_wgmma.py, backward_split.py), but for what computes.
 
-What is where in shared memory, which keys and queries a work is, and the warps that load, add dq in
-global memory, and guard against what is not finite.
+What is where in shared memory, which keys and queries a work is, the warps that load, add dq in
+global memory, and guard against what is not finite, and what both backwards' consumers do alike.
 """
 
 from functools import cache
@@ -12,13 +12,20 @@ from numba import cuda
 
 from flashnumba.device import inlined
 from flashnumba.device.copy import copies
+from flashnumba.device.fragment import scores
 from flashnumba.device.guard import guard
 from flashnumba.device.pipeline import lane_index, ring
 from flashnumba.device.sequence import leave_works, length, next_work, query_tiles
 from flashnumba.device.sequence import place as place_of_work
 from flashnumba.ptx.barrier import fence_mbarrier_init, mbarrier_arrive_expect_tx, mbarrier_init
 from flashnumba.ptx.memory import fence_proxy_async_global, st_release_u32, wait_acquire_u32
-from flashnumba.ptx.shared import ld_shared_u32, st_shared_u32
+from flashnumba.ptx.shared import (
+    ld_shared_f32,
+    ld_shared_u32,
+    ld_shared_v2_f32,
+    st_shared_u32,
+)
+from flashnumba.ptx.thread import opaque
 from flashnumba.ptx.tma import (
     cp_async_bulk_commit_group,
     cp_async_bulk_load,
@@ -28,7 +35,8 @@ from flashnumba.ptx.tma import (
 )
 from flashnumba.window import alignment
 
-i32, u32 = np.int32, np.uint32
+ALL_LANES = 0xFFFFFFFF
+i32, u32, f32 = np.int32, np.uint32, np.float32
 ONE, TWO, FOUR, NO_WORK = u32(1), u32(2), u32(4), i32(-1)
 
 
@@ -49,8 +57,8 @@ def layout(config):
     to.DS = u32(to.DO + stages * to.Q_BYTES)
     to.DQ = u32(to.DS + ds_slots * to.DS_BYTES)
     to.P = u32(to.DQ + 2 * config.staged * config.dq_bytes)
-    to.LSE = u32(to.P + ds_slots * config.shared_keys * to.DS_BYTES)
-    to.FLAGS = u32(to.LSE + stages * to.STATS_BYTES)
+    to.LSE = u32(to.P + ds_slots * config.p_bytes)
+    to.FLAGS = u32(to.LSE + config.stats_slots * to.STATS_BYTES)
     to.WORK = u32(to.FLAGS + 4 * config.block_n + 8)
     (
         to.N_BLOCK, to.KV_HEAD, to.BATCH, to.HEAD, to.COUNT, to.BEGIN, to.FULL_BEGIN, to.FULL_END,
@@ -63,7 +71,8 @@ def layout(config):
     to.Q_FULL, to.Q_READY, to.Q_EMPTY, to.DO_FULL, to.DO_READY, to.DO_EMPTY = (
         u32(at + 8 * stages * i) for i in range(6)
     )
-    assert to.DO_EMPTY + 8 * stages <= config.shared_bytes
+    to.Q_EMPTY_2, to.DO_EMPTY_2 = (u32(at + 8 * stages * i) for i in (6, 7))  # of second pieces
+    assert at + 8 * stages * (4 + 2 * config.pieces) <= config.shared_bytes
     return to
 
 
@@ -133,11 +142,38 @@ def loader(config):
     BATCH, HEAD, BEGIN, END, COUNT = to.BATCH, to.HEAD, to.BEGIN, to.END, to.COUNT
     V, Q, DO, LSE = to.V, to.Q, to.DO, to.LSE
     SLOTS, Q_BYTES, STATS_BYTES = u32(config.stages), to.Q_BYTES, to.STATS_BYTES
-    M_ROWS, N_ROWS = i32(BLOCK_M), i32(BLOCK_N)
+    STATS_SLOTS, DO_FIRST = u32(config.stats_slots), config.do_first
+    PIECES, Q_EMPTY_2, DO_EMPTY_2 = config.pieces, to.Q_EMPTY_2, to.DO_EMPTY_2
+    M_ROWS, N_ROWS = i32(BLOCK_M // config.pieces), i32(BLOCK_N)
+    BESIDE = u32(128 * BLOCK_M // config.pieces)  # bytes from a piece of a sub-tile to the next
     one_event, _, wait_one_before, arrive_one = ring(1)
     q_event, _, wait_q_before, _ = ring(config.stages)
-    see_map, load_tile, _, _ = copies(config.head_dim, True)
+    see_map, load_tile, _, _ = copies(config.loaded_columns, True, config.parts)
+    load_piece = copies(config.loaded_columns, True, config.parts, config.pieces)[1]
     describe, _ = descriptions(config)
+
+    @inlined
+    def load_second(smem, n, at, empty, full, x_map, row0, h, b):
+        """The second piece of a tile, where it is loaded in two."""
+        if PIECES > 1:
+            wait_q_before(smem, empty, n)
+            load_piece(u32(at + BESIDE), None, x_map, full, M_ROWS, i32(row0 + M_ROWS), h, b)
+
+    @inlined
+    def load_stats(smem, n, full, stats, tile):
+        """What is exp(s) divided by, and delta."""
+        if lane_index() == 0:
+            mbarrier_arrive_expect_tx(full, STATS_BYTES)
+            at = u32(smem + LSE + n % STATS_SLOTS * STATS_BYTES)
+            cp_async_bulk_load(at, stats[tile], STATS_BYTES, full)
+
+    @inlined
+    def load_do(smem, n, do_map, row0, head, b):
+        wait_q_before(smem, DO_EMPTY, n)
+        full, at = q_event(smem, DO_FULL, n), u32(smem + n % SLOTS * Q_BYTES)
+        load_piece(u32(at + DO), None, do_map, full, M_ROWS, row0, head, b)
+        load_second(smem, n, u32(at + DO), DO_EMPTY_2, full, do_map, row0, head, b)
+        return full
 
     @inlined
     def load(smem, stats, maps, counter, works, lengths, window, sizes):
@@ -156,17 +192,16 @@ def loader(config):
             m_block, stop = i32(end - 1), u32(n + u32(field(smem, COUNT)))
             while n != stop:
                 row0 = i32(m_block * BLOCK_M)
+                if DO_FIRST:
+                    full = load_do(smem, n, do_map, row0, head, b)
+                    load_stats(smem, n, full, stats, (b, head, m_block))
                 wait_q_before(smem, Q_EMPTY, n)
-                full = q_event(smem, Q_FULL, n)
-                at = u32(smem + n % SLOTS * Q_BYTES)
-                load_tile(u32(at + Q), None, q_map, full, M_ROWS, row0, head, b)
-                if lane == 0:  # what is exp(s) divided by, and delta
-                    mbarrier_arrive_expect_tx(full, STATS_BYTES)
-                    stats_at = u32(smem + LSE + n % SLOTS * STATS_BYTES)
-                    cp_async_bulk_load(stats_at, stats[b, head, m_block], STATS_BYTES, full)
-                wait_q_before(smem, DO_EMPTY, n)
-                full = q_event(smem, DO_FULL, n)
-                load_tile(u32(at + DO), None, do_map, full, M_ROWS, row0, head, b)
+                full, at = q_event(smem, Q_FULL, n), u32(smem + n % SLOTS * Q_BYTES)
+                load_piece(u32(at + Q), None, q_map, full, M_ROWS, row0, head, b)
+                load_second(smem, n, u32(at + Q), Q_EMPTY_2, full, q_map, row0, head, b)
+                if not DO_FIRST:
+                    load_stats(smem, n, full, stats, (b, head, m_block))
+                    load_do(smem, n, do_map, row0, head, b)
                 n = u32(n + ONE)
                 head, m_block = step(head, m_block, begin, end)
             work, turn = next_work(counter), u32(turn + ONE)
@@ -247,10 +282,11 @@ def guards(config):
     DO_FULL, DO_READY, N_BLOCK, COUNT = to.DO_FULL, to.DO_READY, to.N_BLOCK, to.COUNT
     Q, DO, LSE, FLAGS = to.Q, to.DO, to.LSE, to.FLAGS
     SLOTS, Q_BYTES, STATS_BYTES = u32(config.stages), to.Q_BYTES, to.STATS_BYTES
+    STATS_SLOTS, STATS_FULL = u32(config.stats_slots), DO_FULL if config.do_first else Q_FULL
     _, wait_one, _, arrive_one = ring(1)
     _, wait_q, _, arrive_q = ring(config.stages)
-    poison = guard(config.dtype, config.block_n, config.head_dim).poison
-    clear = guard(config.dtype, config.block_m, config.head_dim).clear
+    poison = guard(config.factors, config.block_n, config.loaded_columns).poison
+    clear = guard(config.factors, config.block_m, config.loaded_columns).clear
     _, masked = descriptions(config)
 
     @inlined
@@ -266,10 +302,10 @@ def guards(config):
                 poison(smem, u32(smem + FLAGS), i32(warp - 2), i32(2))
             arrive_one(smem, KV_READY, turn)
             while n != stop:
-                wait_q(smem, Q_FULL, n)
+                wait_q(smem, STATS_FULL, n)
                 wait_q(smem, full, n)
                 tile = u32(smem + at + n % SLOTS * Q_BYTES)
-                clear(tile, u32(smem + LSE + n % SLOTS * STATS_BYTES))
+                clear(tile, u32(smem + LSE + n % STATS_SLOTS * STATS_BYTES))
                 arrive_q(smem, ready, n)
                 n = u32(n + ONE)
             turn = u32(turn + ONE)
@@ -277,6 +313,116 @@ def guards(config):
         arrive_one(smem, KV_READY, turn)
 
     return guard_tiles
+
+
+# --- warps 4 and up ------------------------------------------------------------------------------
+
+
+@cache
+def consumer(config):
+    """What a warp that computes does beside its products."""
+    to, BLOCK_M, BLOCK_N = layout(config), config.block_m, config.block_n
+    SHARED, QUERIES = config.shared_keys, config.queries
+    OWN_KEYS = config.block_n > 64  # a consumer has keys of its own
+    SLOTS, Q_BYTES = u32(config.stages), to.Q_BYTES
+    STATS_SLOTS, STATS_BYTES = u32(config.stats_slots), to.STATS_BYTES
+    N_BLOCK, Q_LENGTH, KV_LENGTH, OFFSET = to.N_BLOCK, to.Q_LENGTH, to.KV_LENGTH, to.OFFSET
+    LSE, FLAGS, ZERO = to.LSE, to.FLAGS, f32(0)
+    _, masked = descriptions(config)
+    mask, _, _ = scores(config.factors, QUERIES)
+
+    @inlined
+    def slot(start, n):
+        return u32(start + n % SLOTS * Q_BYTES)
+
+    @inlined
+    def uniform(x):
+        """x, which is the same in all lanes: now ptxas knows it."""
+        return cuda.shfl_sync(ALL_LANES, x, 0)
+
+    @inlined
+    def masked_tile(full, m_block):
+        return not full[0] <= m_block < full[1]
+
+    @inlined
+    def consumer_of(warp):
+        return u32(u32(warp) >> u32(2)) - ONE
+
+    @inlined
+    def row0_of(warp):
+        """The first of a warp's 16 keys in the tile."""
+        return i32(warp * 16 - 64) if OWN_KEYS else i32(u32(warp) & u32(3)) * i32(16)
+
+    @inlined
+    def query0_of(warp):
+        """The first query of its consumer's s and dp."""
+        return u32(consumer_of(warp) * u32(QUERIES)) if SHARED else u32(0)
+
+    @inlined
+    def load_stats(smem, n, query0, offset, x):
+        """Of this thread's queries: lse, or delta where `offset` is STATS."""
+        pair = cuda.local.array(2, np.float32)
+        lane = u32(lane_index()) & u32(3)
+        at = u32(smem + LSE + offset + n % STATS_SLOTS * STATS_BYTES)
+        at = u32(at + query0 * u32(4) + lane * u32(8))
+        for j in range(QUERIES // 8):
+            ld_shared_v2_f32(pair, u32(at + u32(32 * j)))
+            x[2 * j], x[2 * j + 1] = pair[0], pair[1]
+
+    @inlined
+    def place_of(warp):
+        """Of a thread: its key in the tile (and key + 8), its first query (and the next)."""
+        lane = opaque(u32(lane_index()))  # or it is kept in registers all along
+        column = i32(u32(query0_of(warp)) + (lane << ONE & u32(6)))
+        return i32(row0_of(warp) + i32(lane >> u32(2))), column
+
+    @inlined
+    def add_poison(smem, warp, s):
+        """Scores of keys that are not finite become NaN."""
+        row, _ = place_of(warp)
+        for r in range(2):
+            bad = ld_shared_f32(u32(smem + FLAGS + u32(4 * (row + 8 * r))))
+            for j in range(QUERIES // 8):
+                for x in range(2):
+                    s[4 * j + 2 * r + x] += bad
+
+    @inlined
+    def hide(x, smem, warp, m_block, window):
+        """0 where a query does not see a key."""
+        left, right, _ = window
+        q_length, kv_length = field(smem, Q_LENGTH), field(smem, KV_LENGTH)
+        offset, n_block = field(smem, OFFSET), field(smem, N_BLOCK)
+        row, column = place_of(warp)
+        key, first = i32(n_block * BLOCK_N + row), i32(m_block * BLOCK_M + column)
+        for r in range(2):
+            middle = i32(key + 8 * r - offset - first)
+            end = min(i32(middle + left + 1), i32(q_length - first))
+            if key + 8 * r >= kv_length:
+                end = i32(0)
+            mask(x, r, i32(middle - right), end, ZERO)
+
+    @inlined
+    def find_poison(smem):
+        """Whether some key of the work is not finite and some query must not see it."""
+        found = False
+        if masked(smem):
+            flags = u32(smem + FLAGS + u32(4 * BLOCK_N))
+            bad = ld_shared_u32(flags) | ld_shared_u32(u32(flags + u32(4)))
+            found = uniform(i32(bad)) != 0
+        return found
+
+    return SimpleNamespace(
+        slot=slot,
+        uniform=uniform,
+        masked_tile=masked_tile,
+        consumer_of=consumer_of,
+        row0_of=row0_of,
+        query0_of=query0_of,
+        load_stats=load_stats,
+        add_poison=add_poison,
+        hide=hide,
+        find_poison=find_poison,
+    )
 
 
 @cache
@@ -288,8 +434,10 @@ def barriers(config):
     DO_FULL, DO_READY, DO_EMPTY = to.DO_FULL, to.DO_READY, to.DO_EMPTY
     DQ_FULL, DQ_EMPTY, DS_FULL = to.DQ_FULL, to.DQ_EMPTY, to.DS_FULL
     CONSUMERS, LANES = u32(config.consumers), u32(32)
-    THREADS = u32(128 * config.consumers)
-    DQ_THREADS = u32(128) if config.deferred else THREADS  # that compute a tile of dq
+    PIECES, Q_EMPTY_2, DO_EMPTY_2 = config.pieces, to.Q_EMPTY_2, to.DO_EMPTY_2
+    Q_LOADS = u32(config.pieces + 1 - config.do_first)  # lse and delta come with one of both
+    DO_LOADS = u32(config.pieces + config.do_first)
+    THREADS, DQ_THREADS = u32(128 * config.consumers), u32(config.dq_threads)
     KV_GUARDS = u32(64 + 32 * (config.staged or config.deterministic))
     one_event, two_events, ds_event, q_event = (
         ring(slots)[0] for slots in (1, 2, DS_SLOTS, STAGES)
@@ -306,12 +454,15 @@ def barriers(config):
         mbarrier_init(one_event(smem, KV_READY, u32(0)), KV_GUARDS)
         mbarrier_init(one_event(smem, KV_EMPTY, u32(0)), THREADS)
         for i in range(STAGES):
-            mbarrier_init(q_event(smem, Q_FULL, u32(i)), TWO)
+            mbarrier_init(q_event(smem, Q_FULL, u32(i)), Q_LOADS)
             mbarrier_init(q_event(smem, Q_READY, u32(i)), LANES)
             mbarrier_init(q_event(smem, DO_READY, u32(i)), LANES)
             mbarrier_init(q_event(smem, Q_EMPTY, u32(i)), THREADS)
-            mbarrier_init(q_event(smem, DO_FULL, u32(i)), ONE)
+            mbarrier_init(q_event(smem, DO_FULL, u32(i)), DO_LOADS)
             mbarrier_init(q_event(smem, DO_EMPTY, u32(i)), CONSUMERS)
+            if PIECES > 1:
+                mbarrier_init(q_event(smem, Q_EMPTY_2, u32(i)), THREADS)
+                mbarrier_init(q_event(smem, DO_EMPTY_2, u32(i)), CONSUMERS)
         fence_mbarrier_init()
 
     return make_barriers

@@ -50,7 +50,7 @@ from flashnumba.kernels.backward_block import (
     NO_WORK,
     adder,
     barriers,
-    descriptions,
+    consumer,
     field,
     guards,
     layout,
@@ -63,9 +63,6 @@ from flashnumba.ptx.memory import red_global_add_f32
 from flashnumba.ptx.shared import (
     cvta_to_shared,
     fence_proxy_async,
-    ld_shared_f32,
-    ld_shared_u32,
-    ld_shared_v2_f32,
     st_shared_v4_f32,
 )
 from flashnumba.ptx.thread import ex2, nanosleep, opaque
@@ -91,24 +88,21 @@ def make_backward(config):
     SHARED, STAGED, DETERMINISTIC = config.shared_keys, config.staged, config.deterministic
     DEFERRED, LAGGING, ADDS = config.deferred, config.lagging, STAGED or DETERMINISTIC
     BURST, STAGGER = config.dq_burst, u32(config.stagger)
-    QUERIES = BLOCK_M // CONSUMERS if SHARED else BLOCK_M  # of s and dp, of one consumer
+    QUERIES = config.queries  # of s and dp, of one consumer
     COLUMNS = i32(D // CONSUMERS if SHARED else D)  # of dk and dv
     S_SIZE, P_SIZE = QUERIES // 2, QUERIES // 4
     COLUMNS_DQ = config.dq_columns
     ACC_SIZE, DQ_SIZE = int(COLUMNS) // 2, COLUMNS_DQ // 2
-    ONE, TWO, ZERO = u32(1), u32(2), f32(0)
-    DQ_THREADS = u32(128 if DEFERRED else 128 * CONSUMERS)  # that compute a tile of dq
+    ONE, TWO = u32(1), u32(2)
+    DQ_THREADS = u32(config.dq_threads)
     Q_SUBTILE, KV_SUBTILE = 128 * BLOCK_M, 128 * BLOCK_N
 
     to = layout(config)
-    V, Q, DO, DS, DQ, P, LSE, FLAGS = to.V, to.Q, to.DO, to.DS, to.DQ, to.P, to.LSE, to.FLAGS
+    V, Q, DO, DS, DQ, P = to.V, to.Q, to.DO, to.DS, to.DQ, to.P
     DV, DK = (V, to.K) if SHARED else (DS, u32(DS + to.KV_BYTES))  # on the way out
-    Q_BYTES, DS_BYTES, DQ_BYTES = to.Q_BYTES, to.DS_BYTES, to.DQ_BYTES
-    STATS_BYTES, STATS = to.STATS_BYTES, to.STATS
-    SLOTS, DS_SLOTS = u32(STAGES), u32(DS_STAGES)
+    DS_BYTES, DQ_BYTES, STATS, DS_SLOTS = to.DS_BYTES, to.DQ_BYTES, to.STATS, u32(DS_STAGES)
     N_BLOCK, KV_HEAD, BATCH, HEAD, COUNT = to.N_BLOCK, to.KV_HEAD, to.BATCH, to.HEAD, to.COUNT
     BEGIN, FULL_BEGIN, FULL_END, END = to.BEGIN, to.FULL_BEGIN, to.FULL_END, to.END
-    Q_LENGTH, KV_LENGTH, OFFSET = to.Q_LENGTH, to.KV_LENGTH, to.OFFSET
     KV_READY, KV_EMPTY, DS_FULL = to.KV_READY, to.KV_EMPTY, to.DS_FULL
     Q_READY, Q_EMPTY, DO_READY, DO_EMPTY = to.Q_READY, to.Q_EMPTY, to.DO_READY, to.DO_EMPTY
     DQ_FULL, DQ_EMPTY = to.DQ_FULL, to.DQ_EMPTY
@@ -138,80 +132,15 @@ def make_backward(config):
     release_registers = setmaxnreg_dec(config.registers[0])
     take_registers = setmaxnreg_inc(config.registers[1])
     see_map, _, store_rows, wait_stores = copies(D, True)
-    mask, to_halves, halves_to_shared = scores(config.dtype, QUERIES)
+    _, to_halves, halves_to_shared = scores(config.dtype, QUERIES)
     _, _, to_shared = output(config.dtype, int(COLUMNS))
     make_barriers, load, add_tiles = barriers(config), loader(config), adder(config)
-    guard_tiles, (_, masked) = guards(config), descriptions(config)
-
-    @inlined
-    def slot(start, n):
-        return u32(start + n % SLOTS * Q_BYTES)
-
-    @inlined
-    def uniform(x):
-        """x, which is the same in all lanes: now ptxas knows it."""
-        return cuda.shfl_sync(ALL_LANES, x, 0)
-
-    @inlined
-    def masked_tile(full, m_block):
-        return not full[0] <= m_block < full[1]
-
-    @inlined
-    def consumer_of(warp):
-        return u32(u32(warp) >> u32(2)) - ONE
-
-    @inlined
-    def row0_of(warp):
-        """The first of a warp's 16 keys in the tile."""
-        return i32(u32(warp) & u32(3)) * i32(16) if SHARED else i32(warp * 16 - 64)
-
-    @inlined
-    def query0_of(warp):
-        """The first query of its consumer's s and dp."""
-        return u32(consumer_of(warp) * u32(QUERIES)) if SHARED else u32(0)
-
-    @inlined
-    def load_stats(smem, n, query0, offset, x):
-        """Of this thread's queries: lse, or delta where `offset` is STATS."""
-        pair = cuda.local.array(2, np.float32)
-        lane = u32(lane_index()) & u32(3)
-        at = u32(smem + LSE + offset + n % SLOTS * STATS_BYTES)
-        at = u32(at + query0 * u32(4) + lane * u32(8))
-        for j in range(QUERIES // 8):
-            ld_shared_v2_f32(pair, u32(at + u32(32 * j)))
-            x[2 * j], x[2 * j + 1] = pair[0], pair[1]
-
-    @inlined
-    def place_of(warp):
-        """Of a thread: its key in the tile (and key + 8), its first query (and the next)."""
-        lane = opaque(u32(lane_index()))  # or it is kept in registers all along
-        column = i32(u32(query0_of(warp)) + (lane << ONE & u32(6)))
-        return i32(row0_of(warp) + i32(lane >> u32(2))), column
-
-    @inlined
-    def add_poison(smem, warp, s):
-        """Scores of keys that are not finite become NaN."""
-        row, _ = place_of(warp)
-        for r in range(2):
-            bad = ld_shared_f32(u32(smem + FLAGS + u32(4 * (row + 8 * r))))
-            for j in range(QUERIES // 8):
-                for x in range(2):
-                    s[4 * j + 2 * r + x] += bad
-
-    @inlined
-    def hide(x, smem, warp, m_block, window):
-        """0 where a query does not see a key."""
-        left, right, _ = window
-        q_length, kv_length = field(smem, Q_LENGTH), field(smem, KV_LENGTH)
-        offset, n_block = field(smem, OFFSET), field(smem, N_BLOCK)
-        row, column = place_of(warp)
-        key, first = i32(n_block * BLOCK_N + row), i32(m_block * BLOCK_M + column)
-        for r in range(2):
-            middle = i32(key + 8 * r - offset - first)
-            end = min(i32(middle + left + 1), i32(q_length - first))
-            if key + 8 * r >= kv_length:
-                end = i32(0)
-            mask(x, r, i32(middle - right), end, ZERO)
+    guard_tiles, of = guards(config), consumer(config)
+    slot, uniform, masked_tile, consumer_of, row0_of, query0_of, load_stats = (
+        of.slot, of.uniform, of.masked_tile, of.consumer_of, of.row0_of, of.query0_of,
+        of.load_stats,
+    )  # fmt: skip
+    add_poison, hide, find_poison = of.add_poison, of.hide, of.find_poison
 
     @inlined
     def write(start, warp, place, kv_row_end, x_map, acc):
@@ -345,11 +274,7 @@ def make_backward(config):
         columns = u32(0)  # of dk and dv, in Q and dO
         if SHARED:
             columns = (consumer_of(warp) * u32(COLUMNS) >> u32(6)) * u32(Q_SUBTILE)
-        poisoned = False
-        if masked(smem):
-            flags = u32(smem + FLAGS + u32(4 * BLOCK_N))
-            found = ld_shared_u32(flags) | ld_shared_u32(u32(flags + u32(4)))
-            poisoned = i32(cuda.shfl_sync(ALL_LANES, i32(found), 0)) != 0
+        poisoned = find_poison(smem)
         full = uniform(field(smem, FULL_BEGIN)), uniform(field(smem, FULL_END))
         m_blocks = u32(dq_parts.shape[2])
         head = i32(field(smem, BATCH) * i32(dq_parts.shape[1]) + field(smem, HEAD))

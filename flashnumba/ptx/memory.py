@@ -1,4 +1,4 @@
-"""Global memory: 16 bytes of a row, and what several blocks write."""
+"""Global memory: parts of a row, and what several blocks write."""
 
 from functools import cache
 
@@ -9,16 +9,16 @@ from flashnumba.ptx._instruction import instruction
 from flashnumba.simulate import SimulatorError, current_block, wait_until
 
 
-def sixteen_bytes(x, row, pitch, offset):
-    """16 bytes of a row of a 2-D array whose rows are `pitch` bytes apart, as a view."""
-    first, count = offset // x.itemsize, 16 // x.itemsize
+def neighbours(x, row, pitch, offset, size=16):
+    """`size` bytes of a row of a 2-D array whose rows are `pitch` bytes apart, as a view."""
+    first, count = offset // x.itemsize, size // x.itemsize
     if int(pitch) != x.strides[0] and len(x) > 1:
         raise SimulatorError(f"rows {pitch} bytes apart, of an array with {x.strides=}")
     if not 0 <= row < x.shape[0] or first + count > x.shape[1]:
-        raise SimulatorError(f"row {row}, 16 bytes from {offset}, are not in an array {x.shape}")
+        raise SimulatorError(f"row {row}, {size} bytes from {offset}, are not in {x.shape=}")
     found = x[int(row), first : first + count]
-    if found.ctypes.data % 16 or found.strides[0] != x.itemsize:
-        raise SimulatorError("these are not 16 neighbouring bytes at a multiple of 16")
+    if found.ctypes.data % size or found.strides[0] != x.itemsize:
+        raise SimulatorError(f"these are not {size} neighbouring bytes at a multiple of {size}")
     return found.view(np.uint8)
 
 
@@ -28,7 +28,7 @@ def row_of(parts, x, row, pitch, inside, width):
         raise SimulatorError(f"{inside=} must be 0 or 16: how many bytes of each are read")
     for i in range(parts):
         if inside and width > 128 * i:
-            yield sixteen_bytes(x, row, pitch, 128 * i)
+            yield neighbours(x, row, pitch, 128 * i)
         else:
             yield np.zeros(16, np.uint8)
 
@@ -66,9 +66,44 @@ def st_global_row(parts):
         for i in range(parts):
             if width > 128 * i:
                 part = x[4 * i : 4 * i + 4].view(np.uint8)
-                sixteen_bytes(target, row, pitch, 128 * i)[:] = part
+                neighbours(target, row, pitch, 128 * i)[:] = part
 
     return st_global_row
+
+
+@cache
+def st_global_fragment(columns):
+    """Store an accumulator's two rows of a thread, `row` and 8 on, to a 2-D array of float32.
+
+    Without rows from `row_end` on, and without pairs past `width` bytes. `target` begins with the
+    thread's first column; each pair of its numbers is 32 bytes on.
+    """
+    text = "{{ .reg .s64 at; .reg .s32 next; .reg .pred inside, here;\n"
+    text += "mad.wide.s32 at, {row}, {pitch}, {target};\nadd.s32 next, {row}, 8;\n"
+    for r, row in enumerate(("{row}", "next")):
+        if r == 1:
+            text += "mad.wide.s32 at, next, {pitch}, {target};\n"
+        text += f"setp.lt.s32 inside, {row}, {{row_end}};\n"
+        for j in range(columns // 8):
+            pair = f"{{x_frag:{4 * j + 2 * r}:{4 * j + 2 * r + 2}}}"
+            text += f"setp.gt.and.s32 here, {{width}}, {32 * j}, inside;\n"
+            text += f"@here st.global.v2.f32 [at + {32 * j}], {pair};\n"
+
+    @instruction(text + "}}")
+    def st_global_fragment(
+        target: address,
+        row: i32,
+        pitch: i32,
+        row_end: i32,
+        width: i32,
+        x_frag: reads(f32, columns // 2),
+    ):
+        for r, j in np.ndindex(2, columns // 8):
+            if row + 8 * r < row_end and width > 32 * j:
+                pair = neighbours(target, row + 8 * r, pitch, 32 * j, 8)
+                pair.view(np.float32)[:] = x_frag[4 * j + 2 * r : 4 * j + 2 * r + 2]
+
+    return st_global_fragment
 
 
 @instruction("{{ .reg .u64 at; mad.wide.u32 at, {i}, 16, {source}; ld.global.v4.f32 {x}, [at]; }}")
