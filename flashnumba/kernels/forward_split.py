@@ -32,7 +32,6 @@ from flashnumba.device.parts import cut_off, factors, to_parts
 from flashnumba.device.pipeline import lane_index
 from flashnumba.device.sequence import BAD, BATCH, END, HEAD, ROW0, ROW_END
 from flashnumba.device.softmax import online_softmax
-from flashnumba.launches import ROWS_AT_ONCE
 from flashnumba.kernels.forward_block import (
     GUARDS,
     ONE,
@@ -44,6 +43,7 @@ from flashnumba.kernels.forward_block import (
     loader,
     works,
 )
+from flashnumba.launches import ROWS_AT_ONCE
 from flashnumba.ptx.barrier import bar_sync, setmaxnreg_dec, setmaxnreg_inc
 from flashnumba.ptx.layout import descriptor_constant, k_major, mn_major
 from flashnumba.ptx.shared import cvta_to_shared, fence_proxy_async
@@ -172,7 +172,7 @@ def make_forward(config):
 
     @inlined
     def write_o(smem, warp, turn, acc, v, o, left, right, upper_left):
-        """By way of shared memory: this warp's rows, of Q when the whole consumer is done with it."""
+        """By way of shared memory: of Q, when the whole consumer is done with it."""
         together = u32(ONE + consumer_of(warp))
         row = i32(warp * 16 - 64)
         tile, row0 = u32(o_at(smem, turn) + u32(row * 128)), i32(field(smem, turn, ROW0) + row)
