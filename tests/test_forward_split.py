@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from calls import DTYPES, named, on_gpu, problem, run, tensor_cores
+from calls import DTYPES, named, of_blocks, on_gpu, problem, run, tensor_cores
 from rule import assert_within_rule
 from test_forward_wgmma import REGISTERS, SHARED_BYTES
 from test_ptx_conformance import operations
@@ -21,7 +21,7 @@ CONFIGS = [
     choose_split(head_dim, negative, parts)
     for head_dim in (64, 128)
     for parts in (1, 2, 3)
-    for negative in (False, True)
+    for negative in (False, True)[: 1 + (parts == 3)]
 ]
 
 
@@ -61,6 +61,8 @@ def test_precision_is_at_least_what_was_asked_for(backend, precision, dtype):
     no tensor cores the same as float32 to the bit."""
     if backend.endswith("wgmma"):
         pytest.skip("in float32 it is split here")
+    if of_blocks(backend) and precision == "tf32":
+        pytest.skip("simulated with the fewest parts")
     p = problem(*((70, 90) if tensor_cores(backend) else (9, 11)), heads=2, heads_kv=1, dim=40)
     given = p.q, p.k, p.v, p.do, p.dlse
     got, whole = (run(backend, *given, precision=x, causal=True) for x in (precision, "float32"))
