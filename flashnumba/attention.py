@@ -149,7 +149,8 @@ def attention_backward(do, q, k, v, o, lse, *, dlse=None, deterministic=False, *
     -----
     Extra memory is one number a query (delta = sum(do * o) - dlse); with "wgmma" and "mma" two, and
     float32 numbers of the size of q, in which dq is added up; and copies of arrays whose addresses
-    or strides are no multiples of 16 bytes. "mma" copies those in the forward too.
+    or strides are no multiples of 16 bytes. "mma" copies those in the forward too. "wgmma" writes
+    float32 part by part first, here and in the forward: 6 bytes for a number of q, k, v and do.
 
     Source: Dao et al., FlashAttention (2022), algorithm 4; Dao, FlashAttention-2 (2023).
     """
