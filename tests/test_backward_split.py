@@ -14,7 +14,7 @@ from flashnumba.runtime import cached_cubin
 CONFIGS = [
     choose_split_backward(head_dim, deterministic, parts)
     for head_dim in (64, 128)
-    for parts in (1, 2, 3)
+    for parts in (1, 3)
     for deterministic in (False, True)[: 1 + (parts == 3)]
 ]
 

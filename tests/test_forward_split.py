@@ -20,7 +20,7 @@ from flashnumba.runtime import cached_cubin
 CONFIGS = [
     choose_split(head_dim, negative, parts)
     for head_dim in (64, 128)
-    for parts in (1, 2, 3)
+    for parts in (1, 3)
     for negative in (False, True)[: 1 + (parts == 3)]
 ]
 
