@@ -169,12 +169,12 @@ def test_rows_must_be_in_their_array_and_aligned(how):
     for row in (0, 7):
         right(x[:, :72], row, 16, 144)
     for row in (-1, 8):
-        wrong(x, row, f"row {row}, 16 bytes from 0, are not in an array")
+        wrong(x, row, f"row {row}, 16 bytes from 0, are not in x.shape")
         right(x, row, 16, 0)
         if how != "st":
             right(x, row, 0, 144)
     right(x[:, :71], 0, 16, 128)
-    wrong(x[:, :71], 0, "16 bytes from 128, are not in an array")
+    wrong(x[:, :71], 0, "16 bytes from 128, are not in x.shape")
     wrong(x, 1, "rows 144 bytes apart", pitch=144)
     right(odd, 0, 16, 144)
     for misplaced, row in [(odd, 1), (x[:, 4:], 0), (np.zeros((8, 192), np.uint16)[:, ::2], 0)]:
