@@ -73,11 +73,10 @@ class Problem:
     @property
     def kernels_backward(self):
         """Whose kernels compute gradients: simt's where mma has no tile that fits the GPU."""
-        name = self.kernels
-        fits = name != "mma" or config.choose_mma_backward(
+        fits = not self.mma or config.choose_mma_backward(
             self.dtype, self.q.shape[3], self.machine, simulated=self.simulated
         )
-        return name if fits else "simt"
+        return self.kernels if fits else "simt"
 
     @property
     def split(self):

@@ -52,7 +52,7 @@ def enough(backend, representative):
 
 
 def assert_copied(backend, got, values):
-    """The weight 1 copies a value; two TF32 numbers hold 22 of float32's 24 bits of it."""
+    """The weight 1 copies a value: to the bit, but for float32 on tensor cores to 2^-22."""
     limit = 2.0**-22 if tensor_cores(backend) and got.dtype == np.float32 else 0
     assert np.array_equal(got, values) or np.allclose(got, values, rtol=limit, atol=0)
 
