@@ -441,7 +441,7 @@ class BackwardConfig:
         p_and_ds = self.ds_slots * (self.p_bytes + self.ds_bytes)
         # lse and delta, flags of keys that are not finite, barriers
         small = self.stats_slots * 8 * self.block_m + 4 * self.block_n
-        small += (32 + 16 * self.pieces) * self.stages + 128 + 8 * self.ds_slots
+        small += (32 + 16 * self.pieces) * self.stages + 144 + 8 * self.ds_slots
         return tiles + p_and_ds + dq_bytes + small
 
 

@@ -72,7 +72,9 @@ def layout(config):
         u32(at + 8 * stages * i) for i in range(6)
     )
     to.Q_EMPTY_2, to.DO_EMPTY_2 = (u32(at + 8 * stages * i) for i in (6, 7))  # of second pieces
-    assert at + 8 * stages * (4 + 2 * config.pieces) <= config.shared_bytes
+    at = u32(at + 8 * stages * (4 + 2 * config.pieces))
+    to.P_FULL, to.P_EMPTY = at, u32(at + 8)
+    assert at + 16 <= config.shared_bytes
     return to
 
 
@@ -433,6 +435,7 @@ def barriers(config):
     Q_FULL, Q_READY, Q_EMPTY = to.Q_FULL, to.Q_READY, to.Q_EMPTY
     DO_FULL, DO_READY, DO_EMPTY = to.DO_FULL, to.DO_READY, to.DO_EMPTY
     DQ_FULL, DQ_EMPTY, DS_FULL = to.DQ_FULL, to.DQ_EMPTY, to.DS_FULL
+    P_FULL, P_EMPTY, WARPGROUP = to.P_FULL, to.P_EMPTY, u32(128)
     CONSUMERS, LANES = u32(config.consumers), u32(32)
     PIECES, Q_EMPTY_2, DO_EMPTY_2 = config.pieces, to.Q_EMPTY_2, to.DO_EMPTY_2
     Q_LOADS = u32(config.pieces + 1 - config.do_first)  # lse and delta come with one of both
@@ -453,6 +456,8 @@ def barriers(config):
         mbarrier_init(one_event(smem, KV_FULL, u32(0)), TWO)
         mbarrier_init(one_event(smem, KV_READY, u32(0)), KV_GUARDS)
         mbarrier_init(one_event(smem, KV_EMPTY, u32(0)), THREADS)
+        mbarrier_init(one_event(smem, P_FULL, u32(0)), WARPGROUP)
+        mbarrier_init(one_event(smem, P_EMPTY, u32(0)), WARPGROUP)
         for i in range(STAGES):
             mbarrier_init(q_event(smem, Q_FULL, u32(i)), Q_LOADS)
             mbarrier_init(q_event(smem, Q_READY, u32(i)), LANES)

@@ -50,7 +50,7 @@ from flashnumba.kernels.backward_block import (
     step,
 )
 from flashnumba.kernels.backward_passes import place as place_of_tile
-from flashnumba.ptx.barrier import bar_arrive, bar_sync, setmaxnreg_dec, setmaxnreg_inc
+from flashnumba.ptx.barrier import bar_sync, setmaxnreg_dec, setmaxnreg_inc
 from flashnumba.ptx.layout import descriptor_constant, k_major, mn_major
 from flashnumba.ptx.memory import ld_global_v4_f32, red_global_add_f32, st_global_fragment
 from flashnumba.ptx.shared import (
@@ -72,8 +72,7 @@ from flashnumba.ptx.wgmma import (
 
 ALL_LANES = 0xFFFFFFFF
 i32, u32, u64, f32 = np.int32, np.uint32, np.uint64, np.float32
-# Numbered barriers: of the consumer of dk and dq; p is there; there is room for p.
-OWN, P_FULL, P_EMPTY = u32(1), u32(2), u32(3)
+OWN = u32(1)  # the numbered barrier of the consumer of dk and dq
 
 
 @cache
@@ -146,7 +145,8 @@ def make_backward(config):
     KV_READY, KV_EMPTY, DQ_FULL, DQ_EMPTY = to.KV_READY, to.KV_EMPTY, to.DQ_FULL, to.DQ_EMPTY
     Q_READY, Q_EMPTY, DO_READY, DO_EMPTY = to.Q_READY, to.Q_EMPTY, to.DO_READY, to.DO_EMPTY
     PIECES, Q_EMPTY_2, DO_EMPTY_2 = config.pieces, to.Q_EMPTY_2, to.DO_EMPTY_2
-    _, wait_one, _, arrive_one = ring(1)
+    P_FULL, P_EMPTY = to.P_FULL, to.P_EMPTY
+    _, wait_one, wait_one_before, arrive_one = ring(1)
     _, wait_two, _, arrive_two = ring(2)
     _, wait_q, _, arrive_q = ring(config.stages)
     slot, uniform, masked_tile, row0_of, load_stats, add_poison, hide, find_poison = (
@@ -188,14 +188,14 @@ def make_backward(config):
         return u32(smem + DS + (u32(cuda.threadIdx.x) & u32(127)) * u32(16))
 
     @inlined
-    def give(smem, s):
+    def give(smem, n, s):
         """p to shared memory."""
-        bar_sync(P_EMPTY, u32(256))
+        wait_one_before(smem, P_EMPTY, n)
         at = own_p(smem)
         for i in range(S_SIZE // 4):
             x = 4 * i
             st_shared_v4_f32(u32(at + u32(i) * FOURS), s[x], s[x + 1], s[x + 2], s[x + 3])
-        bar_arrive(P_FULL, u32(256))
+        arrive_one(smem, P_FULL, n)
 
     @inlined
     def probabilities(s, smem, warp, n, m_block, full, window, poisoned, scale_log2):
@@ -218,7 +218,7 @@ def make_backward(config):
         delta = cuda.local.array(STATS_SIZE, np.float32)
         p = cuda.local.array(4, np.uint32)
         load_stats(smem, n, u32(0), STATS, delta)
-        bar_sync(P_FULL, u32(256))
+        wait_one(smem, P_FULL, n)
         at = own_p(smem)
         for j in range(BLOCK_M // 8):
             ld_shared_v4_u32(p, u32(at + u32(j) * FOURS))
@@ -319,7 +319,7 @@ def make_backward(config):
                 give_back(smem, n, Q_EMPTY, None)
                 if PIECES > 1:
                     give_back(smem, n, Q_EMPTY_2, None)
-                give(smem, s)
+                give(smem, n, s)
                 split(p, s)
                 wait_q(smem, DO_READY, n)
                 do_tile = slot(u32(smem + DO), n)
@@ -351,7 +351,6 @@ def make_backward(config):
             head = i32(field(smem, BATCH) * i32(dq_parts.shape[1]) + field(smem, HEAD))
             head = uniform(head)  # of all batches
             while n != stop:
-                bar_arrive(P_EMPTY, u32(256))
                 wait_q(smem, DO_READY, n)
                 do_tile = slot(u32(smem + DO), n)
                 multiply(descriptor(K_MAJOR, smem + V), descriptor(K_MAJOR, do_tile), both, dp)
@@ -374,6 +373,7 @@ def make_backward(config):
                     wgmma_commit_group()
                     accumulate(acc, tile)
                     wait_acc(dq)
+                arrive_one(smem, P_EMPTY, n)
                 add_dq(smem, n, dq, dq_parts, u32(u32(head) * m_blocks + u32(m_block)))
                 n = u32(n + ONE)
                 head, m_block = step(head, m_block, begin, end)
