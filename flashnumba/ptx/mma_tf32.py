@@ -144,13 +144,18 @@ def multiply(d, a, b, products):
 NARROW = 32  # columns of D; wider, A is kept in registers for them, else D's sums are
 
 
+def steps_at_once(n):
+    """How many steps are summed from 0: two where there are registers for it, each cuts off."""
+    return 4 if 16 < n <= NARROW else 2
+
+
 def whole_product(tiles, n, steps, a, b, add, products):
     """Assembly of the whole product; `a(k)` is (assembly, the four registers of each tile, halved).
 
-    Steps are summed four or, in a wide D, two at a time, from 0.
+    Each sum of `steps_at_once` begins at 0.
     """
-    wide = n > NARROW
-    chunk, parts = (2, 1) if wide else (4, n // 16)
+    wide, chunk = n > NARROW, steps_at_once(n)
+    parts = 1 if wide else n // 16
     kept = chunk if wide else 1  # steps of A in registers
     of_a = lambda x, k, tile: [f"a{x}{4 * (tiles * (k % kept) + tile) + j}" for j in range(4)]
     of_b = lambda x, half: [f"b{x}{2 * half}", f"b{x}{2 * half + 1}"]
