@@ -6,6 +6,7 @@
     python scripts/bench.py --pass forward backward --dtype float32 --mask causal
     python scripts/bench.py --seqlen 131072 --heads 1 --batch 1 --head-dim 64 --save
     python scripts/bench.py --backend mma --only torch-flash torch-cudnn
+    python scripts/bench.py --dtype float32 --precision tf32
     python scripts/bench.py --host                      # host time and first-call time
 
 A cell has 16384 tokens and a hidden size of 2048 unless --batch or --heads say otherwise. What is
@@ -20,8 +21,9 @@ else. `deterministic` is flashnumba's backward with sums in a fixed order; it is
 memory, of flashnumba, is what CuPy's pool had to get beyond the inputs, results included. A peer
 that fails is skipped and the reason is listed; flashnumba failing makes the exit status 1.
 
-With --backend flashnumba is held to one of its backends, in all passes; its rows carry the name in
-the column `variant`, and the figure, of this run alone, in the name of its file.
+With --backend flashnumba is held to one of its backends, with --precision to fewer products for one
+of float32, in all passes; its rows carry the names in the column `variant`, and the figure, of this
+run alone, in the name of its file.
 """
 
 import argparse
@@ -41,7 +43,7 @@ from tqdm import tqdm
 
 import flashnumba as fn
 from flashnumba import config
-from flashnumba.problem import ON_GPU
+from flashnumba.problem import ON_GPU, PRECISIONS
 
 TOKENS, HIDDEN = 16384, 2048
 SPAN_MS = 10  # of one measurement: long beside starting it and waiting for its end
@@ -50,48 +52,49 @@ WRONG = 0.1  # relative error from which a result is no attention
 
 
 class Flashnumba(peers.Peer):
-    """This package, by the backend that it chooses or by a given one."""
+    """This package: its own choice of everything, but for what is asked for."""
 
     name = OURS
     dtypes = ("float16", "bfloat16", "float32", "float64")
+    sums = {}  # noqa: RUF012  keywords of gradients
 
-    def __init__(self, backend=None):
-        self.backend, self.variant = backend, records.variant_of(backend)
+    def __init__(self, **asked):
+        self.asked = {name: x for name, x in asked.items() if x is not None}
+        self.variant = records.variant_of(*self.asked.values())
 
     def forward(self, q, k, v, causal):
-        options = {"causal": causal, "backend": self.backend}
+        options = {"causal": causal, **self.asked}
         return lambda: fn.attention(q, k, v, **options)
 
     def backward(self, do, q, k, v, causal):
-        options = {"causal": causal, "backend": self.backend}
+        options = {"causal": causal, **self.asked}
         o, lse = fn.attention(q, k, v, return_lse=True, **options)
+        options.update(self.sums)
         return lambda: fn.attention_backward(do, q, k, v, o, lse, **options)
 
     def training(self, do, q, k, v, causal):
-        options = {"causal": causal, "backend": self.backend}
+        options = {"causal": causal, **self.asked}
         return lambda: fn.attention_vjp(q, k, v, **options)[1](do)
 
 
-class Deterministic(peers.Peer):
+class Deterministic(Flashnumba):
     """Gradients whose sums are always taken in the same order."""
 
-    name, implementation, dtypes = "deterministic", OURS, Flashnumba.dtypes
+    name, implementation = records.DETERMINISTIC, OURS
+    sums = {"deterministic": True}  # noqa: RUF012
+    forward = training = None
 
-    def __init__(self, backend=None):
-        self.backend, self.variant = backend, records.variant_of(backend, deterministic=True)
+    def __init__(self, **asked):
+        super().__init__(**asked)
+        self.variant = records.variant_of(self.variant, self.name)
 
     def refuses(self, cell):
         """Only kernels on tensor cores add to dq in any order."""
-        families = config.FAMILIES if self.backend is None else config.families(self.backend)
+        backend = self.asked.get("backend")
+        families = config.families(backend) if backend else config.FAMILIES
         if any(cell.dtype in f.dtypes and cell.head_dim <= f.head_dim for f in families):
             return super().refuses(cell)
         return "sums have a fixed order anyway"
-
-    def backward(self, do, q, k, v, causal):
-        options = {"causal": causal, "backend": self.backend}
-        o, lse = fn.attention(q, k, v, return_lse=True, **options)
-        options["deterministic"] = True
-        return lambda: fn.attention_backward(do, q, k, v, o, lse, **options)
 
 
 # --- one cell ----------------------------------------------------------------------------
@@ -273,10 +276,10 @@ def line(cell, which, names, rows):
     return text + f"{found[OURS]['peak_mib'] if OURS in found else '-':>8}"
 
 
-def summary(rows, backend=None):
+def summary(rows, variant=""):
     """What a run says in the end: the mean of the ratios, the worst cell, the best share."""
     for which in dict.fromkeys(r["pass"] for r in rows):
-        cells = records.by_cell((r for r in rows if r["pass"] == which), backend)
+        cells = records.by_cell((r for r in rows if r["pass"] == which), variant)
         name = lambda cell: "D{2} T{6} {7}".format(*cell)
         ratios = {c: records.ratio(found) for c, found in cells.items()}
         ratios = {c: x for c, x in ratios.items() if x is not None}
@@ -287,7 +290,7 @@ def summary(rows, backend=None):
                 f"geometric mean of {len(ratios)} cells; worst {ratios[worst]:.3f}, {name(worst)} "
                 f"against {records.best_peer(cells[worst])}"
             )
-        costs = records.deterministic((r for r in rows if r["pass"] == which), backend)
+        costs = records.deterministic((r for r in rows if r["pass"] == which), variant)
         if costs:
             yield (
                 f"{which}: deterministic at {records.geometric_mean(costs):.3f} of the default's "
@@ -328,6 +331,8 @@ def parse(argv):
     dtypes = ["float16", "bfloat16", "float32", "float64"]
     parser.add_argument("--dtype", choices=dtypes, default=DTYPE)
     parser.add_argument("--backend", choices=ON_GPU, help="flashnumba's; default: its own choice")
+    less = [name for name in PRECISIONS if name != "float32"]
+    parser.add_argument("--precision", choices=less, help="of float32, by flashnumba")
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--seqlen", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--mask", nargs="+", choices=["full", "causal"], default=["full", "causal"])
@@ -340,12 +345,14 @@ def parse(argv):
     parser.add_argument("--host", action="store_true", help="host time of a call, first-call time")
     parser.add_argument(
         "--save", nargs="?", type=Path, const=records.RESULTS, metavar="FOLDER",
-        help="append to PASS-GPU.csv (with --host: host-GPU.csv), draw PASS-GPU.png, with the name "
-        "of a forced backend or another dtype PASS-BACKEND-DTYPE-GPU.png; default: scripts/results",
+        help="append to PASS-GPU.csv (with --host: host-GPU.csv), draw PASS-GPU.png, with what was "
+        "asked for in its name PASS-BACKEND-PRECISION-DTYPE-GPU.png; default: scripts/results",
     )  # fmt: skip
     args = parser.parse_args(argv)
     if args.host and args.backend:
         parser.error("--host measures the backend that flashnumba chooses: leave out --backend")
+    if args.precision and args.dtype != "float32":
+        parser.error(f"--precision is for --dtype float32, not {args.dtype}")
     return args
 
 
@@ -361,7 +368,7 @@ def grid(args):
 def figure(which, args, gpu):
     """The name of a figure: of what differs from the defaults each has its own."""
     dtype = None if args.dtype == DTYPE else args.dtype
-    return "-".join(filter(None, (which, args.backend, dtype, gpu))) + ".png"
+    return "-".join(filter(None, (which, args.backend, args.precision, dtype, gpu))) + ".png"
 
 
 def main(argv=None):
@@ -375,11 +382,13 @@ def main(argv=None):
     chosen, absent = peers.choose(args.dtype, args.only, args.skip)
     for name, problem in absent.items():
         print(f"without {name}: {problem}")
-    chosen, ordered = [Flashnumba(args.backend), *chosen], Deterministic(args.backend)
+    asked = {"backend": args.backend, "precision": args.precision}
+    ours, ordered = Flashnumba(**asked), Deterministic(**asked)
+    chosen = [ours, *chosen]
     if "backward" in args.passes and not all(map(ordered.refuses, grid(args))):
         chosen.insert(1, ordered)
     names = [peer.name for peer in chosen]
-    what = f"{args.dtype}, flashnumba by {args.backend}" if args.backend else args.dtype
+    what = f"{args.dtype}, flashnumba by {ours.variant}" if ours.variant else args.dtype
     print(f"{what}; TFLOP/s and error, medians of {args.rounds} rounds\n\n{header(names)}")
     work = [(cell, which) for cell in grid(args) for which in args.passes]
     rows, reasons = [], {}
@@ -395,12 +404,12 @@ def main(argv=None):
             if args.save:
                 records.save(args.save / f"{which}-{gpu}.csv", found)
     print()
-    for text in (*skipped(reasons, len(work)), *summary(rows, args.backend)):
+    for text in (*skipped(reasons, len(work)), *summary(rows, ours.variant)):
         print(text)
     for which in args.passes if args.save else ():
         found = [r for r in rows if r["pass"] == which]
         if found:
-            records.plot(found, args.save / figure(which, args, gpu), args.backend)
+            records.plot(found, args.save / figure(which, args, gpu), ours.variant)
     return int(any(name == OURS for name, _ in reasons))
 
 

@@ -10,10 +10,11 @@ those in --dtype that the backend takes, and its backend, of those in --backend 
 are those of the GPU, and what runs where there is one; "simulators" run their kernels in Python;
 "auto" is flashnumba's own choice, and what runs without a GPU. A problem is written as a short
 Python program, and that program is what runs; where something is wrong, it is printed as it ran.
-Checked are the tests' pass rule, max|got - exact| <= 2 max|low - exact| + rounding; o = 0 and
-lse = -inf where no key is seen; the same bits from a second call; inputs left as they were. NaN or
-infinity stands where nobody looks: in keys and values that no query sees, in queries that see no
-key, and in the memory around slices.
+Checked are the tests' pass rule, max|got - exact| <= 2 max|low - exact| + rounding, where low is of
+float16 or bfloat16 if float32 is asked for with less precision; o = 0 and lse = -inf where no key
+is seen; the same bits from a second call; inputs left as they were. NaN or infinity stands where
+nobody looks: in keys and values that no query sees, in queries that see no key, and in the memory
+around slices.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from flashnumba.problem import BACKENDS, ON_GPU, SIMULATED, prepare
 DTYPES = {"float16": "np.float16", "bfloat16": "ml_dtypes.bfloat16",
           "float32": "np.float32", "float64": "np.float64"}  # fmt: skip
 HALVES = ("float16", "bfloat16")
+LESS = {"tf32": "np.float16", "bf16": "ml_dtypes.bfloat16"}  # precision: dtype of as many bits
 USUAL = (*HALVES, "float32")  # the reference of float64 takes long
 GROUPS = {"all": ON_GPU, "simulators": SIMULATED, "auto": (None,)}  # of backends, to draw from
 LONGEST, WIDEST = 1500, 256
@@ -88,12 +90,13 @@ def draw(seed, index, dtypes=USUAL, longest=LONGEST, widest=WIDEST):
     mask = draw_mask(dice, sizes["batch"], sizes["seqlen_q"], sizes["seqlen_kv"])
     plain = pick(True, False, False)
     strides = {x: "contiguous" if plain else pick(*STRIDES) for x in ("q", "k", "v", "do")}
+    precision = Dice(seed, index, 4).pick(None, None, *LESS) if dtype == "float32" else None
     hidden = pick(None, "np.nan", "np.nan", "np.inf", "-np.inf")
     if "one batch" in strides.values() or not mask:  # what one entry hides another may see
         hidden = None
     return SimpleNamespace(
         seed=seed, index=index, dtype=dtype, **sizes, mask=mask, strides=strides, hidden=hidden,
-        layout=pick("bshd", "bhsd"), factor=pick(1, 1, 3, 0.01),
+        precision=precision, layout=pick("bshd", "bhsd"), factor=pick(1, 1, 3, 0.01),
         scale=pick(None, None, None, dice.below(500) / 1000, -0.125, 0, 1),
     )  # fmt: skip
 
@@ -219,8 +222,11 @@ v = values({c.batch}, {c.seqlen_kv}, {c.heads_kv}, {c.head_dim_v})
 def write_expected(c, backward):
     """Results in float64, or for float64 in longdouble on the CPU, and in the inputs' dtype."""
     exact, low = ("np.longdouble", "np.asarray") if c.dtype == "float64" else ("xp.asarray",) * 2
-    text = f"""\
-options = dict({keywords({"scale": c.scale, **c.mask})})
+    text = f"options = dict({keywords({'scale': c.scale, **c.mask})})\n"
+    if c.precision:
+        text += f"like = lambda x: xp.asarray(x.astype({LESS[c.precision]}))\n"
+        low = "like"
+    text += f"""\
 o_exact, lse_exact = reference.attention(*map({exact}, (q, k, v)), **options)
 o_low, lse_low = reference.low_precision(*map({low}, (q, k, v)), **options)
 """
@@ -255,7 +261,8 @@ def deterministic(c):
 
 
 def write_call(c, backend, backward):
-    more = f"{keywords({'layout': c.layout, 'backend': backend})}, **options"
+    how = {"layout": c.layout, "backend": backend, "precision": c.precision}
+    more = f"{keywords(how)}, **options"
     lines = [f"o, lse = fn.attention(q, k, v, return_lse=True, {more})"]
     rows = "o, dq, dk, dv" if backward else "o,"
     if backward:

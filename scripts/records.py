@@ -4,8 +4,8 @@ A row is one implementation on one cell, a dict by COLUMNS. `flashnumba` is this
 is the GPU's ceiling, a matrix product measured in the same rounds: its row has the columns of the
 cell that it was measured with, the size in `variant` and the product's own FLOPs. Errors are norms
 of the difference to float64 over norms of float64. The `variant` of a row of this package is ""
-where its backend was its own choice, the backend's name where that was asked for; `deterministic`
-stands there, or after the name, where sums had a fixed order.
+where all was its own choice; else it names the backend that was asked for, the precision of float32
+if it was less than all, and `deterministic` where sums had a fixed order.
 """
 
 import csv
@@ -23,7 +23,7 @@ COLUMNS = (
     "gpu driver versions date peak_mib"
 ).split()
 CELL = "pass dtype head_dim heads_q heads_kv batch seqlen mask".split()
-OURS, CEILING = "flashnumba", "matmul"
+OURS, CEILING, DETERMINISTIC = "flashnumba", "matmul", "deterministic"
 RESULTS = Path(__file__).resolve().parent / "results"
 COLORS = {
     "flashnumba": "#d62728",
@@ -74,9 +74,9 @@ def flops(which, batch, heads, seqlen, head_dim, mask):
     return products * 2 * pairs * head_dim
 
 
-def variant_of(backend=None, deterministic=False):
-    """The variant of one of our rows."""
-    return " ".join(filter(None, (backend, "deterministic" if deterministic else None)))
+def variant_of(*names):
+    """The variant of one of our rows, from what was asked for; None is our own choice."""
+    return " ".join(filter(None, names))
 
 
 def row(
@@ -144,18 +144,18 @@ def load(path):
 # --- comparing ---------------------------------------------------------------------------
 
 
-def compared(rows, backend=None):
-    """The rows that compare: of ours those of a backend, by default of our own choice of one."""
+def compared(rows, variant=""):
+    """The rows that compare: of ours those of one variant."""
     for r in rows:
         ours = r["implementation"] == OURS
-        if r["implementation"] == CEILING or r["variant"] == (variant_of(backend) if ours else ""):
+        if r["implementation"] == CEILING or r["variant"] == (variant if ours else ""):
             yield r
 
 
-def by_cell(rows, backend=None):
+def by_cell(rows, variant=""):
     """{cell: {implementation: row}}, in order; of rows for the same thing the last one counts."""
     cells = {}
-    for r in compared(rows, backend):
+    for r in compared(rows, variant):
         key = tuple(str(r[name]) for name in CELL)
         cells.setdefault(key, {})[r["implementation"]] = r
     return cells
@@ -178,9 +178,9 @@ def ratio(found):
     return None if peer is None or OURS not in found else rate(found, OURS) / rate(found, peer)
 
 
-def deterministic(rows, backend=None):
+def deterministic(rows, variant=""):
     """Speed with deterministic sums over that without, of each cell that has both."""
-    with_it, without = variant_of(backend, True), variant_of(backend)
+    with_it, without = variant_of(variant, DETERMINISTIC), variant
     speeds = {}
     for r in (r for r in rows if r["implementation"] == OURS):
         speeds.setdefault(tuple(str(r[name]) for name in CELL), {})[r["variant"]] = float(r["ms"])
@@ -246,7 +246,7 @@ def gpu():
 # --- the figure --------------------------------------------------------------------------
 
 
-def plot(rows, path, backend=None):
+def plot(rows, path, variant=""):
     """TFLOP/s against length: a panel for each mask and head dimension, a bar an implementation.
 
     The matmul of the same rounds is a dashed line. The rows are of one pass, dtype and GPU; of ours
@@ -254,7 +254,7 @@ def plot(rows, path, backend=None):
     """
     from matplotlib.figure import Figure
 
-    rows = list(compared(rows, backend))
+    rows = list(compared(rows, variant))
     masks, dims = (list(dict.fromkeys(r[name] for r in rows)) for name in ("mask", "head_dim"))
     figure = Figure(figsize=(1 + 4.2 * len(dims), 0.8 + 2.7 * len(masks)), layout="constrained")
     axes = figure.subplots(len(masks), len(dims), sharey=True, squeeze=False)

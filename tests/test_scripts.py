@@ -144,7 +144,7 @@ def test_rows_of_a_forced_backend_are_apart():
     assert records.deterministic(rows) == pytest.approx([320 / 400], rel=1e-3)
     assert records.deterministic(rows, "mma") == pytest.approx([0.5, 0.5], rel=1e-3)
     assert records.deterministic(rows, "simt") == []
-    assert records.variant_of() == "" and records.variant_of(None, True) == "deterministic"
+    assert records.variant_of() == "" and records.variant_of("mma", None, "x") == "mma x"
 
 
 def test_csv_round_trip(tmp_path):
@@ -191,9 +191,9 @@ def test_plot_draws_the_rows_of_one_backend(monkeypatch, tmp_path):
         return draw(axis, *args, **options)
 
     monkeypatch.setattr(Axes, "bar", bar)
-    for backend, name in ((None, "flashnumba"), ("mma", "flashnumba mma")):
+    for variant, name in (("", "flashnumba"), ("mma", "flashnumba mma")):
         labels.clear()
-        records.plot(rows, tmp_path / "x.png", backend)
+        records.plot(rows, tmp_path / "x.png", variant)
         assert labels.count(name) == 2 and set(labels) == {name, "torch-cudnn", "fa3-jax"}
 
 
@@ -414,14 +414,30 @@ def test_a_backend_can_be_forced(asked, tmp_path, capsys):
         both = which == "backward"
         assert ours == ["mma", *["mma deterministic"] * both, "", *["deterministic"] * both]
         assert {r["variant"] for r in rows if r["implementation"] == "good"} <= {""}
-        for backend, variant in (("mma", "mma"), (None, "")):
-            (found,) = records.by_cell(rows, backend).values()
+        for variant in ("mma", ""):
+            (found,) = records.by_cell(rows, variant).values()
             assert found["flashnumba"]["variant"] == variant
-            assert len(records.deterministic(rows, backend)) == both
+            assert len(records.deterministic(rows, variant)) == both
     names = [
         f"{which}-{x}NVIDIA-Test.png" for which in passes for x in ("mma-float16-", "float16-")
     ]
     assert sorted(p.name for p in tmp_path.glob("*.png")) == sorted(names)
+
+
+def test_less_precision_is_a_variant(numpy_for_cupy, tmp_path, capsys):
+    """In the rows, and in what flashnumba is called with."""
+    precisions, right = [], bench.fn.attention
+
+    def run(*arrays, precision=None, **options):
+        precisions.append(precision)
+        return right(*arrays, precision=precision, **options)
+
+    numpy_for_cupy.setattr(bench.fn, "attention", run)
+    options = [*SMALL[:2], "--seqlen", "16", *SMALL[5:], "--mask", "full", "--save", str(tmp_path)]
+    assert bench.main([*options, "--dtype", "float32", "--precision", "tf32"]) == 0
+    assert set(precisions) == {"tf32"} and "float32, flashnumba by tf32" in capsys.readouterr().out
+    rows = records.load(tmp_path / "forward-NVIDIA-Test.csv")
+    assert [r["variant"] for r in rows if r["implementation"] == "flashnumba"] == ["tf32"]
 
 
 def test_figures_have_names_of_their_own(capsys):
@@ -431,7 +447,9 @@ def test_figures_have_names_of_their_own(capsys):
     assert name("--dtype", "float32") == "forward-float32-GPU.png"
     assert name("--backend", "mma") == "forward-mma-GPU.png"
     assert name("--backend", "simt", "--dtype", "float32") == "forward-simt-float32-GPU.png"
-    for argv in (["--backend", "numpy"], ["--backend", "mma", "--host"]):
+    less = ["--dtype", "float32", "--precision", "tf32"]
+    assert name(*less) == "forward-tf32-float32-GPU.png"
+    for argv in (["--backend", "numpy"], less[2:], ["--backend", "mma", "--host"]):
         with pytest.raises(SystemExit):
             bench.parse(argv)
     assert "leave out --backend" in capsys.readouterr().err
@@ -444,7 +462,7 @@ def test_deterministic_runs_where_it_is_another_kernel(asked, capsys):
             cell = records.Cell(dtype, 1, 1, 1, dim, "full")
             names = {f.name for f in config.FAMILIES if dtype in f.dtypes and dim <= f.head_dim}
             for backend in (None, *bench.ON_GPU):
-                refusal = bench.Deterministic(backend).refuses(cell)
+                refusal = bench.Deterministic(backend=backend).refuses(cell)
                 assert (refusal is None) == (bool(names) if backend is None else backend in names)
     options = [*SMALL, "--mask", "full", "--pass", "backward", "--only"]
     for backend, runs in (("simt", False), ("mma", True)):
