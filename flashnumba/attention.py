@@ -5,7 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashnumba import arrays, plans, runtime
-from flashnumba.launches import BACKWARD, backward_calls, config_of, forward_calls, kernel_of
+from flashnumba.launches import (
+    BACKWARD,
+    FORWARD,
+    WHOLE_ROWS,
+    backward_calls,
+    config_of,
+    forward_calls,
+    kernel_of,
+)
 from flashnumba.problem import check_deterministic, prepare
 
 
@@ -277,7 +285,7 @@ def _explain_kernels(problem):
         config = config_of(problem, "forward")
         yield "tiles", _explain_tiles(config)
         tensor_cores = problem.kernels_backward != "simt"
-        if problem.wgmma:
+        if problem.kernels in ("wgmma", "split"):
             by_hand = "threads, since TMA needs addresses and strides of 16 bytes times n"
             yield "moved by", "TMA" if config.tma else by_hand
             yield (
@@ -286,7 +294,7 @@ def _explain_kernels(problem):
             )
         if problem.kernels != "simt" and problem.dtype == "float32":
             count, kind = problem.products, "TF32"
-            if problem.split:
+            if problem.kernels == "split":
                 count, kind = problem.parts * (problem.parts + 1) // 2, "bfloat16"
             yield "products", f"{count} of {kind} for one of float32"
         if problem.kernels != "simt" and not tensor_cores:
@@ -295,7 +303,8 @@ def _explain_kernels(problem):
         if tensor_cores:
             yield "backward tiles", _explain_tiles(config_of(problem, "backward"))
         names = BACKWARD if tensor_cores else ("delta", "backward_dkdv", "backward_dq")
-        for name in ("split",) * problem.split + ("forward", *names):
+        forward = FORWARD if problem.kernels == "split" else FORWARD[1:]
+        for name in (*forward, *names):
             kernel, cost = kernel_of(problem, name), ""
             if problem.on_gpu:
                 cubin = runtime.load(kernel)[1]
@@ -342,7 +351,7 @@ def _forward(p):
         return blas.forward(p.q, p.k, p.v, scale=p.scale, **p.mask())
     o = arrays.allocate(p.xp, p.o_shape, p.q.dtype, p.layout)
     lse = p.xp.empty(p.lse_shape, p.lse_dtype)
-    room = arrays.of_whole_rows(o, copy=False) if p.mma or p.split else o
+    room = arrays.of_whole_rows(o, copy=False) if p.kernels in WHOLE_ROWS else o
     for name, blocks, args in forward_calls(p, room, lse):
         _launch(p, name, blocks, *args)
     if room is not o:
@@ -357,10 +366,10 @@ def _backward(p, do, o, lse, dlse):
 
         return blas.backward(do, dlse, p.q, p.k, p.v, o, lse, scale=p.scale, **p.mask())
     grads = [arrays.allocate(p.xp, x.shape, x.dtype, p.layout) for x in (p.q, p.k, p.v)]
-    form = {"wgmma": arrays.for_tma, "mma": arrays.of_whole_rows}.get(p.kernels_backward)
-    if p.split:
-        form = arrays.of_whole_rows
-    new = grads if form is None else [form(x, copy=False) for x in grads]
+    new = grads
+    if p.kernels_backward != "simt":
+        form = arrays.of_whole_rows if p.kernels_backward in WHOLE_ROWS else arrays.for_tma
+        new = [form(x, copy=False) for x in grads]
     for name, blocks, args in backward_calls(p, do, o, lse, dlse, *new):
         _launch(p, name, blocks, *args)
     for x, y in zip(grads, new, strict=True):

@@ -25,84 +25,146 @@ ROWS_AT_ONCE = 8  # of a block of `split`
 FAR = 1 << 30  # further than any key is from any query here, and small enough for 32 bits
 
 
-FORWARD = ("split", "forward")  # of float32 on Hopper, as before gradients; of others the second
+FORWARD = ("split", "forward")  # the first of float32 on Hopper, before gradients too
 BACKWARD = ("prepare", "backward", "convert")  # of the kernels on tensor cores
+WHOLE_ROWS = ("mma", "split")  # kernels that take rows of whole 16 bytes
+PASSES = {
+    ("wgmma", "prepare"): "backward_passes",
+    ("wgmma", "convert"): "backward_passes",
+    ("mma", "prepare"): "backward_mma_passes",
+    ("mma", "convert"): "backward_mma_passes",
+    ("split", "prepare"): "backward_mma_passes",
+}  # where kernels are that have a file beside the main one's
 
 
 def config_of(p, name):
     """The tile configuration of a kernel."""
-    head_dim, kernels = p.q.shape[3], p.kernels_backward if name in BACKWARD else p.kernels
-    if p.split and name in FORWARD:
+    head_dim, forward = p.q.shape[3], name in FORWARD
+    kernels = p.kernels if forward else p.kernels_backward
+    if kernels == "split" and forward:
         return choose_split(head_dim, p.scale < 0, p.parts)
-    if p.split and name in BACKWARD:
+    if kernels == "split":
         return choose_split_backward(head_dim, p.deterministic, p.parts)
-    if kernels == "wgmma" and name == "forward":
+    if kernels == "wgmma" and forward:
         return choose_wgmma(p.dtype, head_dim, p.tma, p.scale < 0)
-    if kernels == "wgmma" and name in BACKWARD:
+    if kernels == "wgmma":
         return choose_wgmma_backward(p.dtype, head_dim, p.deterministic)
-    if kernels == "mma" and name == "forward":
-        return choose_mma(p.dtype, head_dim, p.machine, p.scale < 0, p.simulated, p.products)
-    if kernels == "mma" and name in BACKWARD:
-        return choose_mma_backward(
-            p.dtype, head_dim, p.machine, p.deterministic, p.simulated, p.products
-        )
+    if kernels == "mma":
+        choose, choice = choose_mma_backward, p.deterministic
+        if forward:
+            choose, choice = choose_mma, p.scale < 0
+        return choose(p.dtype, head_dim, p.machine, choice, p.simulated, p.products)
     return choose_simt(p.dtype, head_dim, p.v.shape[3], p.simulated)
 
 
 def kernel_of(p, name):
     """A kernel, ready to compile or to simulate."""
-    if p.split and name in FORWARD:
-        module = "forward_split"
-    elif p.split and name in BACKWARD:
-        module = "backward_mma_passes" if name == "prepare" else "backward_split"
-    elif name in ("prepare", "convert"):
-        module = {"wgmma": "backward_passes", "mma": "backward_mma_passes"}[p.kernels_backward]
-    elif name == "backward":
-        module = f"backward_{p.kernels_backward}"
-    elif name == "forward" and p.kernels != "simt":
-        module = f"forward_{p.kernels}"
-    else:
-        module = "simt"
-    module = import_module(f"flashnumba.kernels.{module}")
+    forward = name in FORWARD
+    kernels = p.kernels if forward else p.kernels_backward
+    module = f"{'forward' if forward else 'backward'}_{kernels}" if kernels != "simt" else "simt"
+    module = import_module(f"flashnumba.kernels.{PASSES.get((kernels, name), module)}")
     return getattr(module, f"make_{name}")(config_of(p, name))
 
 
 def forward_calls(p, o, lse):
     """[(kernel's name, number of blocks, arguments)] of a forward, in order."""
-    if p.split:
-        return _forward_split(p, o, lse)
-    return [("forward", *_forward(p, o, lse))]
+    of = {
+        "simt": _forward_simt, "mma": _forward_mma, "wgmma": _forward_wgmma,
+        "split": _forward_split,
+    }  # fmt: skip
+    return of[p.kernels](p, o, lse)
 
 
-def _forward(p, o, lse):
-    """(number of blocks, arguments) of the forward kernel."""
+def backward_calls(p, do, o, lse, dlse, dq, dk, dv):
+    """[(kernel's name, number of blocks, arguments)] of a backward, in order.
+
+    Scratch on tensor cores is float32: (batch, heads_q, seqlen_q, head_dim) for dq, two numbers a
+    row.
+    """
+    of = {
+        "simt": _backward_simt, "mma": _backward_mma, "wgmma": _backward_wgmma,
+        "split": _backward_split,
+    }  # fmt: skip
+    return of[p.kernels_backward](p, do, o, lse, dlse, dq, dk, dv)
+
+
+# --- what several have ---------------------------------------------------------------------------
+
+
+def _window(p):
+    return min(p.left, FAR), min(p.right, FAR), p.upper_left
+
+
+def _counter(p):
+    """Of works that blocks have taken."""
+    return np.zeros(2, np.int32) if p.simulated else runtime.COUNTER
+
+
+def _works(p, config):
+    """(tiles of rows of all heads, how many heads are worked on side by side) of a forward."""
+    batch, seqlen_q, heads_q, _ = p.q.shape
+    seqlen_kv, heads_kv, head_dim_v = p.v.shape[1:]
+    width = config.loaded_columns if p.kernels == "split" else head_dim_v
+    group = heads_together(batch, heads_q, heads_kv, seqlen_kv, width, p.masked)
+    return batch * heads_q * ceil_div(seqlen_q, config.block_m), group
+
+
+def _scratch(p, config):
+    """(lse and delta, dq, whose turn it is to add to dq) by tiles of queries."""
+    batch, seqlen_q, heads_q, _ = p.q.shape
+    tiles = batch, heads_q, ceil_div(seqlen_q, config.block_m)
+    rows = p.xp.empty((*tiles, 2 * config.block_m), np.float32)
+    parts = p.xp.empty((*tiles, config.block_m * config.head_dim), np.float32)
+    return rows, parts, p.xp.empty(tiles, np.int32)
+
+
+def mask_arguments(p):
+    """The last parameters of every kernel of simt.py: lengths, scale and window."""
+    return p.q_lengths, p.kv_lengths, p.scale, p.left, p.right, p.upper_left
+
+
+def ceil_div(a, b):
+    return -(-a // b)
+
+
+# --- forward -------------------------------------------------------------------------------------
+
+
+def _forward_simt(p, o, lse):
     config = config_of(p, "forward")
     batch, seqlen_q, heads_q, head_dim = p.o_shape
     tiles = batch * heads_q * ceil_div(seqlen_q, config.block_m)
-    if p.kernels == "simt":
-        blocks = tiles * ceil_div(head_dim, config.d_slice)
-        return blocks, (p.q, p.k, p.v, o, lse, *mask_arguments(p))
+    blocks = tiles * ceil_div(head_dim, config.d_slice)
+    return [("forward", blocks, (p.q, p.k, p.v, o, lse, *mask_arguments(p)))]
 
-    seqlen_kv, heads_kv = p.k.shape[1:3]
-    group = heads_together(batch, heads_q, heads_kv, seqlen_kv, head_dim, p.masked)
-    window = min(p.left, FAR), min(p.right, FAR), p.upper_left
-    if p.mma:
-        given = (arrays.of_whole_rows(x) for x in (p.q, p.k, p.v))
-        return tiles, (
-            *given, o, lse, p.q_lengths, p.kv_lengths, p.scale_log2, *window, group
-        )  # fmt: skip
+
+def _forward_mma(p, o, lse):
+    tiles, group = _works(p, config_of(p, "forward"))
+    given = (arrays.of_whole_rows(x) for x in (p.q, p.k, p.v))
+    mask = p.q_lengths, p.kv_lengths, p.scale_log2, *_window(p)
+    return [("forward", tiles, (*given, o, lse, *mask, group))]
+
+
+def _forward_wgmma(p, o, lse):
+    config = config_of(p, "forward")
+    tiles, group = _works(p, config)
     if config.tma:
         rows = config.block_m, config.block_n, config.block_n, 16  # a warp stores 16 rows of o
         maps = (TensorMap(x, n) for x, n in zip((p.q, p.k, p.v, o), rows, strict=True))
         tensors = (None, None, p.v, None, lse, *maps)
     else:
         tensors = (p.q, p.k, p.v, o, lse, None, None, None, None)
-    counter = np.zeros(2, np.int32) if p.simulated else runtime.COUNTER
-    args = (
-        *tensors, p.q_lengths, p.kv_lengths, counter, p.scale_log2, *window, tiles, group,
-    )  # fmt: skip
-    # A block stays on its multiprocessor; two in the simulator, so that they share the tiles.
-    return min(tiles, 2 if p.simulated else runtime.multiprocessors()), args
+    return [_in_turn(p, tensors, tiles, group)]
+
+
+def _in_turn(p, tensors, tiles, group):
+    """The call of a Hopper forward. A block stays on its multiprocessor and takes tile after tile.
+
+    Two blocks in the simulator, so that they share the tiles.
+    """
+    blocks = min(tiles, 2 if p.simulated else runtime.multiprocessors())
+    mask = p.q_lengths, p.kv_lengths, _counter(p), p.scale_log2, *_window(p)
+    return "forward", blocks, (*tensors, *mask, tiles, group)
 
 
 def _split(p, config, *tensors):
@@ -118,32 +180,15 @@ def _split(p, config, *tensors):
 def _forward_split(p, o, lse):
     """Scratch is `parts` bfloat16 for a number of q, k and v."""
     config = config_of(p, "forward")
-    batch, seqlen_kv, heads_kv, head_dim = p.k.shape
-    heads_q, width = p.q.shape[2], config.loaded_columns
-    calls, maps = _split(
-        p, config, (p.q, config.block_m), *((x, config.block_n) for x in (p.k, p.v))
-    )
-    works = batch * heads_q * ceil_div(p.q.shape[1], config.block_m)
-    group = heads_together(batch, heads_q, heads_kv, seqlen_kv, width, p.masked)
-    window = min(p.left, FAR), min(p.right, FAR), p.upper_left
-    counter = np.zeros(2, np.int32) if p.simulated else runtime.COUNTER
-    lengths = p.q_lengths, p.kv_lengths
-    args = p.v, o, lse, *maps, *lengths, counter, p.scale_log2, *window, works, group
-    blocks = min(works, 2 if p.simulated else runtime.multiprocessors())
-    return [*calls, ("forward", blocks, args)]
+    rows = config.block_m, config.block_n, config.block_n
+    calls, maps = _split(p, config, *zip((p.q, p.k, p.v), rows, strict=True))
+    return [*calls, _in_turn(p, (p.v, o, lse, *maps), *_works(p, config))]
 
 
-def backward_calls(p, do, o, lse, dlse, dq, dk, dv):
-    """[(kernel's name, number of blocks, arguments)] of a backward, in order.
+# --- backward ------------------------------------------------------------------------------------
 
-    Scratch on tensor cores is float32: (batch, heads_q, seqlen_q, head_dim) for dq, two numbers a
-    row.
-    """
-    if p.split:
-        return _backward_split(p, do, o, lse, dlse, dq, dk, dv)
-    on_tensor_cores = {"wgmma": _backward_wgmma, "mma": _backward_mma}.get(p.kernels_backward)
-    if on_tensor_cores is not None:
-        return on_tensor_cores(p, do, o, lse, dlse, dq, dk, dv)
+
+def _backward_simt(p, do, o, lse, dlse, dq, dk, dv):
     delta = p.xp.empty(p.lse_shape, p.lse_dtype)
     config = config_of(p, "backward_dq")
     batch, seqlen_q, heads_q, head_dim = p.q.shape
@@ -160,15 +205,6 @@ def backward_calls(p, do, o, lse, dlse, dq, dk, dv):
     ]
 
 
-def _scratch(p, config):
-    """(lse and delta, dq, whose turn it is to add to dq) by tiles of queries."""
-    batch, seqlen_q, heads_q, _ = p.q.shape
-    tiles = batch, heads_q, ceil_div(seqlen_q, config.block_m)
-    rows = p.xp.empty((*tiles, 2 * config.block_m), np.float32)
-    parts = p.xp.empty((*tiles, config.block_m * config.head_dim), np.float32)
-    return rows, parts, p.xp.empty(tiles, np.int32)
-
-
 def _backward_mma(p, do, o, lse, dlse, dq, dk, dv):
     config = config_of(p, "backward")
     batch, seqlen_q, heads_q, head_dim = p.q.shape
@@ -176,9 +212,8 @@ def _backward_mma(p, do, o, lse, dlse, dq, dk, dv):
     rows, parts, turns = _scratch(p, config)
     do, q, k, v, o = (arrays.of_whole_rows(x) for x in (do, p.q, p.k, p.v, o))
     together = kv_heads_together(batch, heads_q, heads_kv, seqlen_q, head_dim, p.masked)
-    window = min(p.left, FAR), min(p.right, FAR), p.upper_left
     scale_log2 = p.scale_log2 if p.scale >= 0 else -p.scale_log2
-    mask = p.q_lengths, p.kv_lengths, p.scale, scale_log2, *window
+    mask = p.q_lengths, p.kv_lengths, p.scale, scale_log2, *_window(p)
     works = batch * heads_kv * ceil_div(seqlen_kv, config.block_n)
     return [
         ("prepare", turns.size, (do, o, lse, dlse, p.q_lengths, rows, parts, turns)),
@@ -211,9 +246,7 @@ def _works_and_mask(p, config):
     seqlen_kv, heads_kv = p.k.shape[1:3]
     n_blocks = ceil_div(seqlen_kv, config.block_n)
     scale_log2 = p.scale_log2 if p.scale >= 0 else -p.scale_log2
-    window = min(p.left, FAR), min(p.right, FAR), p.upper_left
-    counter = np.zeros(2, np.int32) if p.simulated else runtime.COUNTER
-    mask = p.q_lengths, p.kv_lengths, counter, p.scale, scale_log2, *window
+    mask = p.q_lengths, p.kv_lengths, _counter(p), p.scale, scale_log2, *_window(p)
     # A block stays on its multiprocessor. In the simulator one ends before the next begins, and
     # might wait for its turn after that for ever.
     at_once = 1 if p.simulated else runtime.multiprocessors()
@@ -244,12 +277,3 @@ def _backward_wgmma(p, do, o, lse, dlse, dq, dk, dv):
         ("backward", blocks, (rows, parts, turns, *maps, *mask)),
         ("convert", m_at_once, (parts, dq_map, seqlen_q, p.scale, m_works)),
     ]
-
-
-def mask_arguments(p):
-    """The last parameters of every kernel of simt.py: lengths, scale and window."""
-    return p.q_lengths, p.kv_lengths, p.scale, p.left, p.right, p.upper_left
-
-
-def ceil_div(a, b):
-    return -(-a // b)

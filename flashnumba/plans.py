@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from flashnumba import runtime
 from flashnumba.arrays import has_whole_rows
-from flashnumba.launches import backward_calls, forward_calls, kernel_of
+from flashnumba.launches import WHOLE_ROWS, backward_calls, forward_calls, kernel_of
 from flashnumba.tensormap import addressable
 
 MAX_PLANS = 1024
@@ -151,9 +151,9 @@ def keep_backward(key, p, given, grads):
     if p.q_lengths is not None or p.kv_lengths is not None:
         return
     kernels = p.kernels_backward
-    if kernels == "wgmma" and not p.split and not all(addressable(x, x.data.ptr) for x in arrays):
+    if kernels == "wgmma" and not all(addressable(x, x.data.ptr) for x in arrays):
         return
-    if (kernels == "mma" or p.split) and not all(map(has_whole_rows, arrays)):
+    if kernels in WHOLE_ROWS and not all(map(has_whole_rows, arrays)):
         return
     _keep(key, BackwardPlan(p, given, grads))
 
@@ -185,9 +185,8 @@ def keep(key, p, o, lse):
     """Make a plan for calls like `p`, unless it has arrays of lengths or nothing to compute."""
     if key is None or o.size == 0 or p.q_lengths is not None or p.kv_lengths is not None:
         return
-    if p.mma and not all(has_whole_rows(x) for x in (p.q, p.k, p.v, o)):
-        return
-    if p.split and not has_whole_rows(o):
+    arrays = (o,) if p.kernels == "split" else (p.q, p.k, p.v, o)
+    if p.kernels in WHOLE_ROWS and not all(map(has_whole_rows, arrays)):
         return
     _keep(key, Plan(p, o, lse))
 

@@ -66,42 +66,29 @@ class Problem:
 
     @property
     def kernels(self):
-        """Whose kernels compute it: "simt", "mma" or "wgmma"."""
+        """Whose kernels compute it: "simt", "mma", "wgmma", or "split", of wgmma for float32."""
         name = self.backend.removeprefix("simulator-")
+        if name == "wgmma" and self.dtype == "float32":
+            return "split"
         return "simt" if name == "simulator" else name
 
     @property
     def kernels_backward(self):
         """Whose kernels compute gradients: simt's where mma has no tile that fits the GPU."""
-        fits = not self.mma or config.choose_mma_backward(
+        fits = self.kernels != "mma" or config.choose_mma_backward(
             self.dtype, self.q.shape[3], self.machine, simulated=self.simulated
         )
         return self.kernels if fits else "simt"
 
     @property
-    def split(self):
-        """Whether kernels for Hopper compute it from parts of its numbers."""
-        return self.wgmma and self.dtype == "float32"
-
-    @property
     def parts(self):
-        """How many bfloat16 stand for one float32, where they do."""
+        """How many bfloat16 are one float32 in the kernels of split."""
         return PRECISIONS[self.precision]
 
     @property
     def products(self):
-        """How many of TF32 numbers stand for one of float32, where they do."""
+        """How many products of TF32 numbers are one of float32 in the kernels of mma."""
         return 3 if self.precision == "float32" else 1
-
-    @property
-    def wgmma(self):
-        """Whether the kernels for Hopper compute it."""
-        return self.kernels == "wgmma"
-
-    @property
-    def mma(self):
-        """Whether the kernels on the tensor cores of a warp compute it."""
-        return self.kernels == "mma"
 
     @property
     def machine(self):

@@ -133,13 +133,13 @@ def test_it_compiles_to_what_was_meant(name, made):
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_one_slot_for_queries(monkeypatch, dtype):
     """A backward whose ring of Q and dO has one slot, as where shared memory is small."""
-    tiles = (config.SIMULATED_TILES[0], (4, 32, 32, 2, 2, 2, 1, 1))
-    monkeypatch.setattr(config, "SIMULATED_TILES", tiles)
+    tiles = (config.mma.SIMULATED_TILES[0], (4, 32, 32, 2, 2, 2, 1, 1))
+    monkeypatch.setattr(config.mma, "SIMULATED_TILES", tiles)
     check("simulator-mma", problem(70, 50, heads=2, heads_kv=1, dtype=dtype), causal=True)
 
 
 @pytest.mark.parametrize("turing", [True, False])
 def test_the_oldest_and_an_older_machine(monkeypatch, turing):
     """Without cp.async and with half the steps; without stmatrix and vector additions."""
-    monkeypatch.setattr(config, "generation_of", lambda machine: (turing, False))
+    monkeypatch.setattr(config.mma, "generation_of", lambda machine: (turing, False))
     check("simulator-mma", problem(70, 50, dtype="float16"), window=(20, 3))

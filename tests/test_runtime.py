@@ -471,7 +471,7 @@ def test_the_folder_is_named_by_all_sources(monkeypatch, tmp_path):
     assert hash_now() == original
 
     seen = [hash_now()]
-    for name in ("kernels/simt.py", "window.py", "config.py"):
+    for name in ("kernels/simt.py", "window.py", "config/mma.py"):
         with open(copy / name, "a") as file:
             file.write("\n")
         seen.append(hash_now())

@@ -12,6 +12,6 @@
                 The same for float32 as the sum of three bfloat16 numbers.
 
 A kernel file holds control flow, barriers and memory layout, top to bottom. Kernels come from
-factories that take a frozen configuration (config.py) and return a `config.Kernel`; runtime.py
+factories that take a frozen configuration (config/) and return a `config.Kernel`; runtime.py
 compiles and launches it, simulate.py runs the same function in Python.
 """
