@@ -23,7 +23,14 @@ from numba.cuda.extending import register_jitable
 from flashnumba import ptx, simulate
 from flashnumba.config import Kernel
 from flashnumba.device import inlined
-from flashnumba.device.fragment import first_columns, first_rows, pairs, pairs_in_order
+from flashnumba.device.fragment import (
+    descriptor,
+    first_columns,
+    first_rows,
+    pairs,
+    pairs_in_order,
+)
+from flashnumba.device.parts import factors
 from flashnumba.device.pipeline import ring
 from flashnumba.ptx.barrier import (
     bar_arrive,
@@ -729,7 +736,7 @@ def make_wgmma(n, dtype, integers):
     B_AT = AT_AT + 128 * DEPTH
     BT_AT = B_AT + 2 * n * DEPTH
     FULL_AT = BT_AT + 128 * DEPTH * SUBTILES
-    K_MAJOR, MN_MAJOR = descriptor_constant(), descriptor_constant(128 * DEPTH)
+    K_MAJOR, MN_MAJOR = u64(descriptor_constant()), u64(descriptor_constant(128 * DEPTH))
     mn_steps = tuple(mn_major(k) for k in range(STEPS_SS))
     a_steps, b_steps = (tuple(k_major(rows, k) for k in range(STEPS_SS)) for rows in (64, n))
     ss = wgmma_ss(n, dtype, a_steps, b_steps)
@@ -740,10 +747,6 @@ def make_wgmma(n, dtype, integers):
     rs_b = wgmma_rs(n, dtype, mn_steps[:STEPS])
     rs = wgmma_rs(n, dtype, b_steps[:STEPS], b_mn_major=False)
     fence, wait = wgmma_fence_of(SIZE, A_SIZE), wgmma_wait_group(0, SIZE)
-
-    @cuda.jit(device=True, forceinline=True)
-    def descriptor(constant, address):
-        return u64(constant) | u64((address >> u32(4)) & u32(0x3FFF))
 
     def kernel(a, b, at, bt, a_frag, start, out):
         smem = cvta_to_shared(cuda.shared.array(0, np.uint8, alignment=1024))
@@ -828,6 +831,97 @@ def make_wgmma(n, dtype, integers):
     kernel = kernel_of(name, kernel, kinds, 128, FULL_AT + 1024, "a")
     machine = {"HGMMA": 5 * STEPS_SS + 2 * STEPS, "WARPGROUP.DEPBAR": 7}
     return Case(kernel, operands, {6: agree}, machine, 7)
+
+
+# Parts of a number, columns of A that each part has, columns of the product.
+PARTS, PART_DEPTH, PARTS_SIZES = 3, 64, (64, 128)
+
+
+def make_wgmma_parts(n, integers):
+    """Products of float32 in parts: every pair of a part of A, from registers, and a part of B.
+
+    Parts are columns of A (64, 192) and B (n, 192). All steps at once; or those of the first half
+    of each part, then the others, added: before these are waited for, 4 KB of B of the first are
+    cleared. Twice, so that an accumulator that is written over, and not added to, holds something.
+    Sums are exact, or as far off, as in `make_wgmma`.
+    """
+    SIZE, STEPS, K = n // 2, PART_DEPTH // 16, PARTS * PART_DEPTH
+    A_SIZE, FULL_AT = 4 * PARTS * STEPS, 2 * n * K
+    B_MN, PAIRS = u64(descriptor_constant(128 * K)), factors(PARTS)
+
+    def of(steps, add):
+        a_steps = tuple(STEPS * i + k for i, _ in PAIRS for k in steps)
+        b_steps = tuple(mn_major(STEPS * j + k) for _, j in PAIRS for k in steps)
+        return wgmma_rs(n, "bfloat16", b_steps, a_steps=a_steps, add=add)
+
+    whole = of(range(STEPS), False)
+    first, second = of(range(STEPS // 2), False), of(range(STEPS // 2, STEPS), True)
+    fence = wgmma_fence_of(0, A_SIZE)
+    wait, wait_first = wgmma_wait_group(0, SIZE), wgmma_wait_group(1, 0)
+
+    def kernel(b, a_frag, turns, out):
+        smem = cvta_to_shared(cuda.shared.array(0, np.uint8, alignment=1024))
+        t = i32(cuda.threadIdx.x)
+        full = smem + u32(FULL_AT)
+        d = cuda.local.array(SIZE, np.float32)
+        acc = cuda.local.array(SIZE, np.float32)
+        x = cuda.local.array(A_SIZE, np.uint32)
+        if t == 0:
+            mbarrier_init(full, u32(1))
+            fence_mbarrier_init()
+        cuda.syncthreads()
+        if t == 0:
+            mbarrier_arrive_expect_tx(full, u32(FULL_AT))
+            for i in range(n // 64):
+                part = smem + u32(128 * K * i)
+                cp_async_bulk_tensor_load(part, b, full, 64 * i, 0, 0, 0)
+        mbarrier_wait(full, u32(0))
+        b_mn = descriptor(B_MN, smem)
+        for i in range(SIZE):
+            acc[i] = f32(0)
+        for i in range(A_SIZE):
+            x[i] = a_frag[t, i]
+        product = cuda.blockIdx.x
+        if product == 0:
+            for _ in range(turns):
+                fence(x)
+                whole(d, x, b_mn)
+                wgmma_commit_group()
+                wait(d)
+                for i in range(SIZE):
+                    acc[i] += d[i]
+        else:
+            for _ in range(turns):
+                fence(x)
+                first(d, x, b_mn)
+                wgmma_commit_group()
+                second(d, x, b_mn)
+                wgmma_commit_group()
+                wait_first(d)
+                cuda.syncthreads()
+                for i in range(8):
+                    st_shared_u32(smem + u32(4 * t + 512 * i), u32(0))
+                fence_proxy_async()
+                wait(d)
+                cuda.syncthreads()
+                for i in range(SIZE):
+                    acc[i] += d[i]
+        for i in range(SIZE):
+            out[product, t, i] = acc[i]
+
+    def operands(rng):
+        a, b = (random_halves(rng, (rows, K), "bfloat16", integers) for rows in (64, n))
+        b_map = TensorMap(b.T.copy()[None, :, None].view(np.float16), K)
+        return [b_map, a_fragment(a), 2, np.zeros((2, 128, SIZE), f32)]
+
+    def agree(got, expected):
+        terms = 2 * PART_DEPTH * len(PAIRS)
+        return np.abs(got - expected) <= (0 if integers else terms * 2.0**-23 * terms)
+
+    kinds = [types.uint64, words(2), types.int32, floats(3)]
+    kernel = kernel_of(f"wgmma parts {n}", kernel, kinds, 128, FULL_AT + 1024, "a")
+    machine = {"HGMMA": 2 * len(PAIRS) * STEPS, "WARPGROUP.DEPBAR": 3, "WARPGROUP.ARRIVE": 2}
+    return Case(kernel, operands, {3: agree}, machine, 2)
 
 
 def random_halves(rng, shape, dtype, integers):
@@ -1270,6 +1364,9 @@ def cases():
         for dtype in HALF
         for kind in ("integers", "normal")
     }
+    for n in PARTS_SIZES:
+        for kind in ("integers", "normal"):
+            products[f"wgmma-parts-{n}-{kind}"] = make_wgmma_parts(n, kind == "integers")
     for form, (tiles, dtype, turing) in MMA_FORMS.items():
         for kind in ("integers", "normal"):
             products[f"mma-{form}-{kind}"] = make_mma(tiles, dtype, kind == "integers", turing)

@@ -21,6 +21,7 @@ from flashnumba.kernels import (
     backward_wgmma,
     forward_block,
     forward_mma,
+    forward_split,
     forward_wgmma,
 )
 
@@ -78,6 +79,18 @@ OF_BACKWARD = {
     "k of the other columns": (DQ, DQ.replace("k_columns", "smem")),
 }
 
+K_THERE = "wait_kv(smem, K_FULL, n)\n        wgmma_fence"
+WAIT_PV, GIVE_V = "wait_tile(tile)\n        ", "give_back(smem, V_EMPTY, n)\n        "
+O_LEFT = "bar_sync(together, u32(128))\n        if speaks"
+OF_SPLIT_FORWARD = {
+    "acc not rescaled": ("rescale(acc, a)\n", NOTHING),
+    "wait for K by the number of the work": (K_THERE, K_THERE.replace(", n)", ", turn)")),
+    "V given back too early": (WAIT_PV + GIVE_V, GIVE_V + WAIT_PV),
+    "Q loaded where O still leaves from": (O_LEFT, NOTHING + "        if speaks"),
+    "smallest products left out": ("= factors(PARTS),", "= factors(PARTS)[1:],"),
+    "one tile too few masked": (SEEN, SEEN.replace("< full_end", "<= full_end")),
+}
+
 OWN = "bar_sync(OWN, u32(128))\n"
 OF_SPLIT_BACKWARD = {
     "no wait for Q": ("wait_q(smem, Q_READY, n)\n", NOTHING),
@@ -85,8 +98,8 @@ OF_SPLIT_BACKWARD = {
     "no wait for s": ("wait_wide(both)\n            wait_narrow(x)\n", NOTHING),
     "no wait for dv, dk": ("wait_acc(tile)\n", NOTHING),
     "no wait for dq": ("wait_acc(dq)\n", NOTHING),
-    "no wait for p": ("bar_sync(P_FULL, u32(256))\n", NOTHING),
-    "p where ds is still read": ("bar_sync(P_EMPTY, u32(256))\n", NOTHING),
+    "no wait for p": ("wait_one(smem, P_FULL, n)\n", NOTHING),
+    "p where ds is still read": ("wait_one_before(smem, P_EMPTY, n)\n", NOTHING),
     "ds where p is still read": (OWN + "        to_shared", NOTHING + "        to_shared"),
     "no fence before ds is read": ("fence_proxy_async()\n", NOTHING),
     "Q given back too early": ("share(smem, warp, ds)\n", "arrive_q(smem, Q_EMPTY, n)\n"),
@@ -219,6 +232,19 @@ def example_of_warps_backward(dtype):
     return (do, q, k, v), {"causal": True, "window": (30, None), **lengths}
 
 
+def example_of_split_forward(works):
+    """A work of two tiles, of which the second consumer alone sees the last; or two in a block.
+
+    The scores of the tile that both see are far above those of the one before. Two works are two
+    of three heads, with a tile each: of many tiles they would take long.
+    """
+    if works == 2:
+        return random_numbers(np.float32, (1, 128, 3), (1, 20, 1)), {}
+    do, q, k, v = random_numbers(np.float32, (1, 66, 1), (1, 130, 1))
+    k[:, :128] *= 8
+    return (do, q, k, v), {"causal": True}
+
+
 def example_of_split_backward(dim):
     """Rows of more than one tile; a key that no query sees is not finite.
 
@@ -309,6 +335,19 @@ def test_a_bug_in_the_backward_is_found(bug, monkeypatch):
     broken(monkeypatch, *OF_BACKWARD[bug], backward_block, backward_wgmma)
     with pytest.raises(FOUND):
         check_backward("simulator-wgmma", *example())
+
+
+@pytest.mark.parametrize("works", [1, 2])
+def test_the_split_forward_without_a_bug(works):
+    check_forward("simulator-wgmma", *example_of_split_forward(works))
+
+
+@pytest.mark.parametrize("bug", OF_SPLIT_FORWARD)
+def test_a_bug_in_the_split_forward_is_found(bug, monkeypatch):
+    broken(monkeypatch, *OF_SPLIT_FORWARD[bug], forward_block, forward_split)
+    works = 2 if bug == "Q loaded where O still leaves from" else 1
+    with pytest.raises(FOUND):
+        check_forward("simulator-wgmma", *example_of_split_forward(works))
 
 
 @pytest.mark.parametrize("dim", [64, 128])

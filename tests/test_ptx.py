@@ -18,6 +18,9 @@ from ptx_cases import (
     MMA_FORMS,
     MMA_SIZES,
     MMA_STEPS,
+    PART_DEPTH,
+    PARTS,
+    PARTS_SIZES,
     ROW_PARTS,
     ROW_STEP,
     SIZES,
@@ -515,6 +518,32 @@ def test_products(n, dtype):
         assert np.abs(full).min() < np.abs(full).max()  # not all zeros
 
 
+@pytest.mark.parametrize("n", PARTS_SIZES)
+def test_products_of_parts(n):
+    """The sum over pairs of parts but for the smallest, twice, exactly for integers.
+
+    In two pieces B is another the second time: half of its first part, in 64 columns, is 0.
+    """
+    rows, columns = accumulator(n)
+    for kind in ("integers", "normal"):
+        b, _, _, out = simulated(f"wgmma-parts-{n}-{kind}")
+        b = b.array[0, :, 0].view(HALF["bfloat16"]).astype(f32)
+        rng = np.random.default_rng(1)  # as in the operands of the case, which has a fragment of A
+        a = random_halves(rng, (64, PARTS * PART_DEPTH), "bfloat16", kind == "integers").astype(f32)
+        left, right = (x.reshape(PARTS, PART_DEPTH, -1) for x in (a.T, b))
+        cleared = right.copy()
+        cleared[0, : PART_DEPTH // 2, :64] = 0
+        pairs = [(i, j) for i in range(PARTS) for j in range(PARTS - i)]
+        once, again = (
+            sum(left[i].T @ x[j] for i, j in pairs)[rows, columns] for x in (right, cleared)
+        )
+        terms = 2 * PART_DEPTH * len(pairs)
+        bound = 0 if kind == "integers" else terms * 2.0**-23 * terms
+        np.testing.assert_allclose(out[0], 2 * once, rtol=0, atol=bound)
+        np.testing.assert_allclose(out[1], once + again, rtol=0, atol=bound)
+        assert np.abs(once - again).max() > 1
+
+
 def test_a_fragment_of_scores_is_a_fragment_of_a():
     """Pairs of an accumulator's registers, packed, are the registers of A of the next product."""
     a = RNG.standard_normal((64, 80)).astype(np.float16)
@@ -660,7 +689,7 @@ def test_pipeline():
 # --- schedules ------------------------------------------------------------------------------------
 
 RACE_FREE = ["shared", "stmatrix", "barriers", "tma", "bulk", "pipeline"]
-RACE_FREE += ["wgmma-64-float16-normal", "wgmma-176-bfloat16-normal"]
+RACE_FREE += ["wgmma-64-float16-normal", "wgmma-176-bfloat16-normal", "wgmma-parts-64-normal"]
 RACE_FREE += ["rows", "cp_async", "red", "mma-2-bfloat16-normal", "mma-tf32-narrow-2-normal"]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import ptx_cases
 import pytest
 from calls import to_gpu
-from ptx_cases import SIZES, TF32_FORMS, cases, instructions, name_of, used_by
+from ptx_cases import PARTS_SIZES, SIZES, TF32_FORMS, cases, instructions, name_of, used_by
 from test_runtime import needs_compilers
 
 from flashnumba import runtime, simulate
@@ -24,11 +24,13 @@ from flashnumba.tensormap import TensorMap
 NAMES = list(cases())
 # One size of product each: all sizes, both dtypes, few enough to compile.
 PRODUCTS = [f"wgmma-{n}-{('float16', 'bfloat16')[i % 2]}-normal" for i, n in enumerate(SIZES)]
+PRODUCTS += [f"wgmma-parts-{n}-normal" for n in PARTS_SIZES]
 PRODUCTS += ["mma-1-float16-normal", "mma-2-bfloat16-normal", "mma-turing-normal"]
 PRODUCTS += [f"mma-tf32-{form}-normal" for form in TF32_FORMS]
 SMALL = [name for name in NAMES if "mma-" not in name]
-# With one product of a warpgroup and two of a warp.
-FEW = [*SMALL, PRODUCTS[0], "mma-2-bfloat16-normal", "mma-tf32-wide-2-normal"]
+# With two products of a warpgroup and two of a warp.
+FEW = [*SMALL, PRODUCTS[0], "wgmma-parts-64-integers"]
+FEW += ["mma-2-bfloat16-normal", "mma-tf32-wide-2-normal"]
 
 
 def operands(case):

@@ -64,6 +64,26 @@ def test_the_tables_hold_what_was_measured():
             assert cell == "-" or cell in measured["seconds", which, seqlen, mask]
 
 
+def test_the_table_of_precisions_holds_what_was_measured():
+    """Full / causal of each pass, and the larger of both errors, from the committed CSVs."""
+    measured = {}
+    for which in ("forward", "backward"):
+        path = ROOT / "scripts" / "results" / f"{which}-NVIDIA-H200.csv"
+        with path.open() as file:
+            for r in csv.DictReader(file):
+                if r["dtype"] == "float32" and r["implementation"] == "flashnumba":
+                    key = which, r["variant"] or "float32", r["head_dim"], r["seqlen"], r["mask"]
+                    measured[key] = f"{float(r['tflops']):.0f}", float(r["error"])
+    rows = re.findall(r"^\| (float32|tf32|bf16) \| (\d+) \| (.*) \|$", README, re.MULTILINE)
+    assert len(rows) == 6
+    for precision, dim, cells in rows:
+        cells = cells.split(" | ")
+        for i, which in enumerate(("forward", "backward")):
+            both = [measured[which, precision, dim, "4096", mask] for mask in ("full", "causal")]
+            assert cells[i] == " / ".join(speed for speed, _ in both)
+            assert cells[2 + i] == f"{max(error for _, error in both):.1e}"
+
+
 @pytest.mark.parametrize(
     ("which", "names"),
     [
