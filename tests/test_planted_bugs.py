@@ -92,6 +92,7 @@ OF_SPLIT_FORWARD = {
 }
 
 OWN = "bar_sync(OWN, u32(128))\n"
+# What is of its own; of what both backwards share, the bugs above.
 OF_SPLIT_BACKWARD = {
     "no wait for Q": ("wait_q(smem, Q_READY, n)\n", NOTHING),
     "no wait for dO": ("wait_q(smem, DO_READY, n)\n", NOTHING),
@@ -103,19 +104,9 @@ OF_SPLIT_BACKWARD = {
     "ds where p is still read": (OWN + "        to_shared", NOTHING + "        to_shared"),
     "no fence before ds is read": ("fence_proxy_async()\n", NOTHING),
     "Q given back too early": ("share(smem, warp, ds)\n", "arrive_q(smem, Q_EMPTY, n)\n"),
-    "Q not given back": ("give_back(smem, n, Q_EMPTY, None)\n", NOTHING),
     "second pieces not given back": ("empty_2 if PIECES > 1 else empty", "empty"),
     "second pieces of the first rows": ("i32(row0 + M_ROWS)", "row0"),
-    "turn not passed on": (TURN, NOTHING),
-    "p not masked": ("hide(s, smem, warp, m_block, window)", "pass"),
-    "dk not scaled": ("acc[i] *= scale\n", NOTHING),
-    "not cleared": ("clear(acc)\n", NOTHING),
     "not added up": ("acc[i] += tile[i]", "acc[i] = tile[i]"),
-    "K not cleaned": ("poison(smem, u32(smem + FLAGS), i32(warp - 2), i32(2))", "pass"),
-    "K replaced too early": (
-        "wait_one_before(smem, KV_EMPTY, turn)\n            describe",
-        "describe",
-    ),
     "parts of the other columns": ("4 * (k // 4 * PARTS + part)", "4 * (k // 4 + 2 * part)"),
     "lowest parts left out": ("f32(x[i] + both[SIZE + i])", "both[SIZE + i]"),
 }
